@@ -1,0 +1,105 @@
+"""Batches of windows from one long row of tokens, addressed by step."""
+
+from __future__ import annotations
+
+import operator
+import sys
+
+import grain
+import numpy as np
+
+from jaxlab.errors import UserError
+
+__all__ = ["WindowBatches"]
+
+
+class WindowBatches:
+    """Random-access source whose element at a step is that step's whole batch.
+
+    The tokens are cut into windows of `context + 1` that do not overlap (`context` inputs and,
+    shifted by one, as many targets). Each epoch visits the windows in a new random order without
+    replacement; those that do not fill a last batch are left out of that epoch.
+
+    A batch is a function of `(seed, step)` alone, and steps have no end: as in Grain's own
+    endless data sets, `len` is `sys.maxsize`. Reading is safe from several threads.
+
+    Attributes:
+      batch_size: windows in a batch.
+      context: inputs in a window.
+      seed: of the orders.
+      steps_per_epoch: batches in a pass over the tokens.
+
+    >>> batches = WindowBatches(np.arange(12), batch_size=2, context=2, seed=0)
+    >>> batches.steps_per_epoch, batches[5].shape
+    (2, (2, 3))
+    """
+
+    def __init__(self, tokens: np.ndarray, *, batch_size: int, context: int, seed: int) -> None:
+        """Cuts the tokens into windows, without copying them.
+
+        Args:
+          tokens: integers of shape `[length]`.
+          batch_size: windows in a batch, at least 1.
+          context: inputs in a window, at least 1.
+          seed: of the orders, at least 0.
+
+        Raises:
+          TypeError: the tokens are not integers.
+          ValueError: the tokens are not one row, or a number is out of its range.
+          UserError: there are too few tokens for one batch.
+        """
+        if not np.issubdtype(tokens.dtype, np.integer):
+            raise TypeError(f"tokens have type {tokens.dtype}: must be integers")
+        if tokens.ndim != 1:
+            raise ValueError(f"tokens have shape {tokens.shape}: must be one row")
+        for name, value, least in (
+            ("batch_size", batch_size, 1),
+            ("context", context, 1),
+            ("seed", seed, 0),
+        ):
+            if value < least:
+                raise ValueError(f"{name}={value}: must be at least {least}")
+        count = len(tokens) // (context + 1)
+        if count < batch_size:
+            raise UserError(
+                "data",
+                f"{len(tokens)} tokens",
+                f"too few for one batch: batch_size={batch_size} windows of context={context} "
+                f"and one target need {batch_size * (context + 1)} tokens",
+            )
+        self.batch_size, self.context, self.seed = batch_size, context, seed
+        self.steps_per_epoch = count // batch_size
+        self._windows = tokens[: count * (context + 1)].reshape(count, context + 1)
+        self._recent: tuple[tuple[int, np.ndarray], ...] = ()
+
+    def __len__(self) -> int:
+        """The largest length there is, for steps without end."""
+        return sys.maxsize
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        """The batch of step `index`: int32 `[batch_size, context + 1]`.
+
+        Raises:
+          IndexError: the step is negative.
+        """
+        step = operator.index(index)
+        if step < 0:
+            raise IndexError(f"step={step}: must not be negative")
+        epoch, place = divmod(step, self.steps_per_epoch)
+        rows = self._order(epoch)[place * self.batch_size : (place + 1) * self.batch_size]
+        return self._windows[rows].astype(np.int32)
+
+    def dataset(self) -> grain.MapDataset:
+        """The same batches as a Grain data set, for `.slice`, `.map` and prefetching."""
+        return grain.MapDataset.source(self)
+
+    def _order(self, epoch: int) -> np.ndarray:
+        # One attribute is read and one written, each at once: threads that meet here compute
+        # the same order twice at worst. Two epochs are kept for readers on both sides of an end.
+        for known, order in self._recent:
+            if known == epoch:
+                return order
+        bits = np.random.PCG64(np.random.SeedSequence([self.seed, epoch]))
+        order = np.random.Generator(bits).permutation(len(self._windows))
+        self._recent = ((epoch, order), *self._recent[:1])
+        return order

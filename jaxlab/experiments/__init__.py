@@ -1,0 +1,1 @@
+"""One folder a paper: its configuration, its programs and its conclusions."""

@@ -1,0 +1,193 @@
+"""What every experiment's configuration is made of.
+
+A configuration is a frozen pydantic dataclass that derives from `RunConfig`. Each field is
+typed, bounded, documented, and says what role it plays:
+
+* `identity`: what is computed. Two runs with equal identity fields are the same run.
+* `extent`: how much of it. A larger value continues a finished run.
+* `execution`: how and where it is computed. Free to change between a run and its resume.
+
+A `traced` field may differ between the trials of one compiled program.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+from typing import Annotated, Any, Literal, TypeVar, dataclass_transform
+
+from pydantic import ConfigDict, Field, TypeAdapter
+from pydantic.dataclasses import dataclass as pydantic_dataclass
+
+__all__ = [
+    "FieldInfo",
+    "RunConfig",
+    "config_fields",
+    "configuration",
+    "flatten",
+    "identity",
+    "identity_digest",
+    "option",
+    "static_identity",
+    "to_dict",
+]
+
+C = TypeVar("C")
+Role = Literal["identity", "extent", "execution"]
+
+
+@dataclass_transform(frozen_default=True, kw_only_default=True)
+def configuration(cls: type[C]) -> type[C]:
+    """Class decorator: a frozen, keyword-only, validated dataclass that refuses unknown fields."""
+    return pydantic_dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))(cls)
+
+
+def option(description: str, *, role: Role = "identity", traced: bool = False, **bounds: Any) -> Any:
+    """Describes a field, for use inside `typing.Annotated`.
+
+    Args:
+      description: one line for help and error messages, with the unit.
+      role: see the module's text.
+      traced: whether trials of one compiled program may differ in it.
+      **bounds: pydantic's own: `ge`, `gt`, `le`, `lt`, `pattern`, ...
+    """
+    extra = {"role": role, "traced": traced}
+    return Field(description=description, json_schema_extra=extra, **bounds)
+
+
+@configuration
+class RunConfig:
+    """Fields that every method has."""
+
+    method: Annotated[str, option("Which paper's method to run.")]
+    variant: Annotated[str, option("Which study of the method.")]
+    preset: Annotated[
+        Literal["test", "cpu", "paper"],
+        option("Sizes: test (seconds), cpu (minutes on 2 cores) or paper.", role="execution"),
+    ] = "cpu"
+    scale: Annotated[str, option("The machine that the run is laid out for.", role="execution")] = (
+        "cpu"
+    )
+    seed: Annotated[
+        int,
+        option(
+            "Seed of the first replicate; replicate r uses seed + r. "
+            "Reports start at 100, tuning stays below.",
+            ge=0,
+            le=2**31 - 2**16,
+        ),
+    ] = 100
+    replicates: Annotated[
+        int, option("How often the study is repeated with other seeds.", role="extent", ge=1, le=4096)
+    ] = 4
+    run_dir: Annotated[
+        str | None,
+        option("Where files go; default runs/<method>/<digest of the settings>.", role="execution"),
+    ] = None
+    trial_axis: Annotated[
+        Literal["auto", "loop", "vmap"],
+        option("How trials and replicates share the machine: one by one, or batched.",
+               role="execution"),
+    ] = "auto"
+    steps_per_dispatch: Annotated[
+        int | Literal["auto"],
+        option("Training steps in one call of the compiled program.", role="execution"),
+    ] = "auto"
+    precision: Annotated[
+        Literal["highest", "high", "default"],
+        option("Precision of float32 matrix products on accelerators."),
+    ] = "highest"
+    checkpoint_every: Annotated[
+        int, option("Steps between checkpoints.", role="execution", ge=1)
+    ] = 200
+    log_every: Annotated[
+        int, option("Steps between lines of metrics.jsonl.", role="execution", ge=1)
+    ] = 10
+    compilation_cache: Annotated[
+        str,
+        option("Folder of compiled programs, or auto (the user's cache folder), or off.",
+               role="execution"),
+    ] = "auto"
+    tensorboard: Annotated[bool, option("Write TensorBoard events.", role="execution")] = True
+    quiet: Annotated[bool, option("Print nothing but errors.", role="execution")] = False
+    profile: Annotated[
+        bool, option("Write a profiler trace of 5 steps to run_dir/profile.", role="execution")
+    ] = False
+    debug: Annotated[
+        bool, option("Run without compilation and stop at the first NaN.", role="execution")
+    ] = False
+    fail_on_claims: Annotated[
+        bool, option("Exit with code 4 when a claim does not hold.", role="execution")
+    ] = False
+
+
+@dataclasses.dataclass(frozen=True)
+class FieldInfo:
+    """What a dotted field of a configuration is: see the module's text."""
+
+    role: Role
+    traced: bool
+    description: str
+    annotation: Any
+
+
+@functools.lru_cache(maxsize=64)
+def config_fields(cls: type) -> dict[str, FieldInfo]:
+    """The fields of a configuration class by dotted name, nested ones expanded."""
+    found: dict[str, FieldInfo] = {}
+    for name, info in cls.__pydantic_fields__.items():
+        if hasattr(info.annotation, "__pydantic_fields__"):
+            inner = config_fields(info.annotation)
+            found.update({f"{name}.{key}": value for key, value in inner.items()})
+            continue
+        extra = info.json_schema_extra
+        if not isinstance(extra, dict):
+            raise TypeError(f"{cls.__name__}.{name} has no description: write it with option(...)")
+        found[name] = FieldInfo(
+            extra["role"],  # pyright: ignore[reportArgumentType]
+            bool(extra["traced"]),
+            info.description or "",
+            info.annotation,
+        )
+    return found
+
+
+def to_dict(config: RunConfig) -> dict[str, Any]:
+    """The configuration as plain nested dicts, lists, strings and numbers."""
+    return TypeAdapter(type(config)).dump_python(config, mode="json")
+
+
+def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested dicts to dotted names.
+
+    >>> flatten({"a": 1, "b": {"c": 2}})
+    {'a': 1, 'b.c': 2}
+    """
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            flat.update(flatten(value, f"{prefix}{key}."))
+        else:
+            flat[prefix + key] = value
+    return flat
+
+
+def identity(config: RunConfig) -> dict[str, Any]:
+    """The identity fields of a configuration by dotted name."""
+    fields = config_fields(type(config))
+    return {k: v for k, v in flatten(to_dict(config)).items() if fields[k].role == "identity"}
+
+
+def static_identity(config: RunConfig) -> dict[str, Any]:
+    """The fields that all trials of one compiled program must share."""
+    fields = config_fields(type(config))
+    flat = flatten(to_dict(config))
+    return {k: v for k, v in flat.items() if fields[k].role != "execution" and not fields[k].traced}
+
+
+def identity_digest(config: RunConfig) -> str:
+    """Eight hexadecimal digits that name the run with these identity fields."""
+    text = json.dumps(identity(config), sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:8]

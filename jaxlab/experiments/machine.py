@@ -1,0 +1,149 @@
+"""What a run needs of its process: signals, the compilation cache, and a record of the machine."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import os
+import pathlib
+import platform
+import resource
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+
+from jaxlab.errors import UserError
+from jaxlab.experiments.base import RunConfig
+
+__all__ = ["describe_environment", "peak_memory", "stop_requests", "use_compilation_cache"]
+
+_PACKAGES = (
+    "jaxlab", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "chex", "numpy",
+    "scipy", "hydra-core", "pydantic",
+)
+
+
+@contextlib.contextmanager
+def stop_requests(enabled: bool) -> Iterator[Callable[[], int | None]]:
+    """Turns SIGINT and SIGTERM into a question that the driver asks at every dispatch.
+
+    A second signal ends the process at once. Nothing is installed outside the main thread or
+    where `enabled` is false: there Ctrl-C is an ordinary KeyboardInterrupt.
+    """
+    received: list[int] = []
+
+    def note(number: int, _frame: Any) -> None:
+        if received:
+            raise SystemExit(128 + number)
+        received.append(number)
+
+    if not enabled or threading.current_thread() is not threading.main_thread():
+        yield lambda: None
+        return
+    previous = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield lambda: received[0] if received else None
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def use_compilation_cache(choice: str) -> None:
+    """Makes JAX keep compiled programs between processes.
+
+    Args:
+      choice: a folder, `off`, or `auto`: JAX's own setting where the environment has one, else
+        a folder in the user's cache. With `auto` a folder that cannot be written means no cache.
+
+    Raises:
+      UserError: the given folder cannot be written.
+    """
+    if choice == "off" or (choice == "auto" and os.environ.get("JAX_COMPILATION_CACHE_DIR")):
+        return
+    base = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
+    folder = pathlib.Path(base) / "jaxlab" / "xla" if choice == "auto" else pathlib.Path(choice)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / f".probe-{os.getpid()}"
+        probe.write_bytes(b"")
+        probe.unlink()
+    except OSError as error:
+        if choice == "auto":
+            return
+        problem = f"cannot be written: {error.strerror}"
+        raise UserError("compilation_cache", choice, problem) from None
+    jax.config.update("jax_compilation_cache_dir", str(folder.absolute()))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+
+
+def describe_environment(config: RunConfig) -> dict[str, Any]:
+    """What is needed to understand a result later: versions, devices, code, precision, seeds."""
+    devices = jax.devices()
+    return {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "machine": machine_name(),
+        "processors": os.cpu_count(),
+        "devices": [f"{device.platform}:{device.id} {device.device_kind}" for device in devices],
+        "processes": jax.process_count(),
+        "packages": {name: _version(name) for name in _PACKAGES},
+        "git_revision": _git_revision(),
+        "xla_flags": os.environ.get("XLA_FLAGS", ""),
+        "matmul_precision": config.precision,
+        "threads": {
+            name: os.environ[name]
+            for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+            if name in os.environ
+        },
+        "seeds": [config.seed + r for r in range(config.replicates)],
+        "command": sys.argv,
+    }
+
+
+def machine_name() -> str:
+    """The devices in words, e.g. `cpu x1 (2 processors)`."""
+    devices = jax.devices()
+    kind = devices[0].device_kind
+    suffix = f" ({os.cpu_count()} processors)" if devices[0].platform == "cpu" else ""
+    return f"{kind} x{len(devices)}{suffix}"
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _git_revision() -> str | None:
+    """The revision of the checkout that this package lies in, marked when it was changed."""
+    root = pathlib.Path(__file__).resolve().parents[2]
+    if not (root / ".git").exists():
+        return None
+    try:
+        revision, changes = (
+            subprocess.run(
+                ["git", "-C", str(root), *words], capture_output=True, text=True, timeout=10,
+                check=True,
+            ).stdout.strip()
+            for words in (["rev-parse", "HEAD"], ["status", "--porcelain", "-uno"])
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return revision + ("+changes" if changes else "")
+
+
+def peak_memory() -> dict[str, int]:
+    """The largest use of memory so far in bytes, by kind: the process's own, and the devices'."""
+    unit = 1 if sys.platform == "darwin" else 1024
+    found = {"host": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}
+    stats = [device.memory_stats() or {} for device in jax.local_devices()]
+    peaks = [int(stat["peak_bytes_in_use"]) for stat in stats if "peak_bytes_in_use" in stat]
+    if peaks:
+        found["device"] = max(peaks)
+    return found

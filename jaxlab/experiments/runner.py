@@ -1,0 +1,278 @@
+"""Runs a configuration: builds its programs, drives them, concludes, and writes what was found.
+
+The same function serves the command line, sweeps and notebooks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import yaml
+from etils import epath
+
+from jaxlab.errors import UserError
+from jaxlab.experiments import composition, machine, registry
+from jaxlab.experiments.base import RunConfig, config_fields, flatten, identity, to_dict
+from jaxlab.reporting.claims import Claim
+from jaxlab.reporting.directory import make_directory, own_directory
+from jaxlab.reporting.figures import save
+from jaxlab.reporting.files import read_json, write_atomic, write_json
+from jaxlab.reporting.report import Result, report_markdown
+from jaxlab.reporting.writers import JsonLines, Observers, Progress, TensorBoard
+from jaxlab.training.driver import DriveSettings, Outcome, drive
+from jaxlab.training.program import Program, check_extension, merge_trials
+
+__all__ = ["load_result", "run", "run_trials"]
+
+_OWN_FILES = {".lock", "config.yaml"}
+
+
+def run(config: RunConfig, run_dir: epath.PathLike | None = None) -> Result:
+    """Runs one configuration.
+
+    Args:
+      config: from `make_config`, or a method's `Config`.
+      run_dir: where files go, and where an earlier start of the same run is resumed; None writes
+        nothing.
+
+    Returns:
+      Metrics, claims, and figures; of a run that had finished before, without figures.
+
+    Raises:
+      jaxlab.errors.JaxlabError: see the errors' own texts.
+    """
+    folder = None if run_dir is None else epath.Path(run_dir)
+    return run_trials([config], [folder], folder)[0]
+
+
+def run_trials(
+    configs: Sequence[RunConfig], folders: Sequence[epath.Path | None], work: epath.Path | None
+) -> list[Result]:
+    """Runs configurations that differ in traced fields alone as the trials of one program.
+
+    Args:
+      configs: the trials.
+      folders: where each trial's results go, or None for nowhere.
+      work: where checkpoints and metrics of all of them go.
+
+    Returns:
+      A result for each configuration.
+    """
+    with contextlib.ExitStack() as stack:
+        paths = [None if folder is None else _absolute(folder) for folder in folders]
+        if work is not None:
+            work = _absolute(work)
+            for path in paths:
+                if path is not None:
+                    _check_foreign(path)
+            stack.enter_context(own_directory(work))
+        for config, path in zip(configs, paths, strict=True):
+            if path is not None:
+                _compare(config, path)
+        known = [load_result(c, p) for c, p in zip(configs, paths, strict=True)]
+        if all(result is not None for result in known):
+            return [result for result in known if result is not None]
+        stop = stack.enter_context(machine.stop_requests(work is not None))
+        stack.enter_context(jax.default_matmul_precision(configs[0].precision))
+        if work is not None:
+            machine.use_compilation_cache(configs[0].compilation_cache)
+        for config, path in zip(configs, paths, strict=True):
+            if path is not None:
+                make_directory(path)
+                write_atomic(path / "config.yaml", yaml.safe_dump(to_dict(config), sort_keys=False))
+        return _execute(configs, paths, work, stop)
+
+
+def _absolute(path: epath.Path) -> epath.Path:
+    return epath.Path(path).expanduser().absolute() if "://" not in str(path) else epath.Path(path)
+
+
+def _check_foreign(path: epath.Path) -> None:
+    """A folder with somebody's files is no run directory."""
+    if not path.exists() or not path.is_dir() or (path / "config.yaml").exists():
+        return
+    others = sorted(item.name for item in path.iterdir() if item.name not in _OWN_FILES)
+    if others:
+        raise UserError(
+            "run_dir", path, f"holds other files ({others[0]}, ...); allowed: a new or empty "
+            "folder, or one of a run"
+        )
+
+
+def _saved_config(path: epath.Path) -> RunConfig | None:
+    file = path / "config.yaml"
+    if not file.exists():
+        return None
+    try:
+        tree = yaml.safe_load(file.read_text())
+        return composition.validate(tree["method"], tree)
+    except (yaml.YAMLError, KeyError, TypeError, UserError) as error:
+        problem = f"its config.yaml cannot be read by this version ({str(error).splitlines()[0]})"
+        raise UserError("run_dir", path, problem) from None
+
+
+def _compare(config: RunConfig, path: epath.Path) -> None:
+    """Refuses a folder whose run computes something else.
+
+    Raises:
+      UserError: naming the first field that differs, or what cannot be extended.
+    """
+    saved = _saved_config(path)
+    if saved is None:
+        return
+    old, new = identity(saved), identity(config)
+    different = [key for key in {**old, **new} if old.get(key) != new.get(key)]
+    others = [key for key in different if key != "steps"]
+    if others:
+        key = others[0]
+        more = f" ({len(others) - 1} more fields differ)" if len(others) > 1 else ""
+        raise UserError(
+            key, new.get(key), f"the run in {path} has {old.get(key)}{more}; "
+            "choose another run_dir or the same settings"
+        )
+    if config.replicates < saved.replicates:
+        raise UserError(
+            "replicates", config.replicates,
+            f"the run in {path} has {saved.replicates}; allowed: as many or more",
+        )
+    if different:
+        for before, after in zip(_build([saved]), _build([config]), strict=True):
+            check_extension(before, after)
+
+
+def load_result(config: RunConfig, path: epath.Path | None) -> Result | None:
+    """The result of a run that finished with exactly these settings, without its figures."""
+    if path is None or not (path / "result.json").exists():
+        return None
+    try:
+        data = read_json(path / "result.json")
+        finished = data["settings"]
+        claims = tuple(Claim.from_dict(claim) for claim in data["claims"])
+    except (ValueError, KeyError, TypeError):
+        return None
+    fields = config_fields(type(config))
+    wanted = {k: v for k, v in flatten(to_dict(config)).items() if fields[k].role != "execution"}
+    if finished != wanted:
+        return None
+    return Result(
+        method=config.method,
+        variant=config.variant,
+        metrics=data["metrics"],
+        claims=claims,
+        figures=(),
+        notes=tuple(data["notes"]),
+        provenance={"settings": finished, "finished_before": True},
+    )
+
+
+def _build(configs: Sequence[RunConfig]) -> list[Program]:
+    build = registry.experiment_module(configs[0].method).build
+    built = [build(config) for config in configs]
+    if len(built) == 1:
+        return built[0]
+    return [merge_trials(list(same)) for same in zip(*built, strict=True)]
+
+
+def _execute(
+    configs: Sequence[RunConfig],
+    paths: Sequence[epath.Path | None],
+    work: epath.Path | None,
+    stop: Callable[[], int | None],
+) -> list[Result]:
+    config = configs[0]
+    start = time.perf_counter()
+    seeds = [config.seed + r for r in range(config.replicates)]
+    outcomes: dict[str, Outcome] = {}
+    with _observers(config, work) as observer:
+        for program in _build(configs):
+            outcomes[program.name] = drive(
+                program,
+                seeds,
+                _settings(config, work),
+                observer=observer,
+                folder=None if work is None else work / "checkpoints",
+                stop=stop,
+            )
+    compile_seconds = sum(outcome.compile_seconds for outcome in outcomes.values())
+    conclude = registry.experiment_module(config.method).conclude
+    results = []
+    for i, (one, path) in enumerate(zip(configs, paths, strict=True)):
+        arrays = {name: _of_config(o.arrays, i, len(configs)) for name, o in outcomes.items()}
+        result: Result = conclude(one, arrays)
+        fields = config_fields(type(one))
+        provenance = {
+            "settings": {
+                k: v for k, v in flatten(to_dict(one)).items() if fields[k].role != "execution"
+            },
+            "seeds": seeds,
+            "machine": machine.machine_name(),
+            "compile_seconds": compile_seconds,
+            "run_seconds": time.perf_counter() - start - compile_seconds,
+            "trials_in_program": len(configs),
+            "examples_seen": sum(o.examples for o in outcomes.values()) // len(configs),
+            "peak_memory_bytes": machine.peak_memory(),
+        }
+        result = dataclasses.replace(result, provenance=provenance)
+        if path is not None:
+            _write(result, one, path)
+        results.append(result)
+    return results
+
+
+def _of_config(arrays: dict[str, np.ndarray], index: int, count: int) -> dict[str, np.ndarray]:
+    """One configuration's share of arrays whose first axis holds the trials of all of them."""
+    found = {}
+    for name, value in arrays.items():
+        size = len(value) // count
+        found[name] = value[index * size : (index + 1) * size]
+    return found
+
+
+def _settings(config: RunConfig, work: epath.Path | None) -> DriveSettings:
+    if config.profile and work is None:
+        raise UserError("profile", config.profile, "needs a run_dir for the trace")
+    return DriveSettings(
+        trial_axis=config.trial_axis,
+        steps_per_dispatch=config.steps_per_dispatch,
+        checkpoint_every=config.checkpoint_every,
+        log_every=config.log_every,
+        debug=config.debug,
+        profile=work / "profile" if config.profile and work is not None else None,
+    )
+
+
+@contextlib.contextmanager
+def _observers(config: RunConfig, work: epath.Path | None) -> Iterator[Observers]:
+    members: list[Any] = [] if config.quiet else [Progress()]
+    if work is not None:
+        members.append(JsonLines(work / "metrics.jsonl"))
+        if config.tensorboard:
+            members.append(TensorBoard(work / "tensorboard"))
+    observers = Observers(*members)
+    with warnings.catch_warnings():
+        # One line each on standard error, without the code line that Python adds.
+        warnings.showwarning = lambda message, *_: print(f"jaxlab: {message}", file=sys.stderr)
+        try:
+            yield observers
+        finally:
+            observers.close()
+
+
+def _write(result: Result, config: RunConfig, path: epath.Path) -> None:
+    """Figures and report first; result.json, which marks the run as finished, last."""
+    make_directory(path / "figures")
+    for figure in result.figures:
+        save(figure, path / "figures" / f"{figure.name}.png")
+    environment = machine.describe_environment(config)
+    write_json(path / "environment.json", environment)
+    command = composition.command_of(config)
+    write_atomic(path / "report.md", report_markdown(result, command))
+    write_json(path / "result.json", result.to_dict())

@@ -1,0 +1,1 @@
+"""Training re-evaluation curves, measured and predicted."""

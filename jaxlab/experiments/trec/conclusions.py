@@ -1,0 +1,314 @@
+"""What the measured and predicted curves say about the paper's claims. NumPy only."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxlab.experiments.trec.config import Config
+from jaxlab.methods import trec
+from jaxlab.reporting.claims import Claim, claim_from_bootstrap
+from jaxlab.reporting.figures import Figure, Panel, Series
+from jaxlab.reporting.report import Result
+
+__all__ = ["conclude"]
+
+_NUM_RESAMPLES = 10_000
+_PAPER = "arXiv 2509.25380, law of the exponent: r = 0.966 (111M) to 0.986 (3.3B), smoothed"
+_STEP_LABEL = "training fraction t/T"
+
+
+class _Scores(NamedTuple):
+    """How well curves are predicted; each an array `[curve]`.
+
+    Attributes:
+      r: correlation of the binned prediction and the binned measurement.
+      gain: what `r` has over the correlation at m = 0, EMA coefficients alone.
+      gap: distance of predicted and measured valley, as a share of the run.
+    """
+
+    r: np.ndarray
+    gain: np.ndarray
+    gap: np.ndarray
+
+
+def conclude(config: Config, arrays: Mapping[str, Mapping[str, np.ndarray]]) -> Result:
+    """Fits the training-fraction exponent on half of the seeds and scores it on the other half.
+
+    Args:
+      config: all settings.
+      arrays: of the one program, `[trial, replicate, ...]` with one trial.
+
+    Returns:
+      Claims `trec.shape.*` and `trec.argmin.*`, findings, and three figures.
+    """
+    found = {name: value[0] for name, value in arrays[config.variant].items()}
+    loss = found["replay/loss"].astype(np.float64)
+    coefficients = trec.ema_coefficients(found["alphas"][0].astype(np.float64))
+    curves = loss
+    if config.reference == "next":
+        curves = loss - found["replay/reference_loss"].astype(np.float64)
+    mean = curves.mean(axis=0)
+    fit = trec.fit_training_fraction(
+        mean, coefficients, p=config.power, num_bins=config.num_bins
+    )
+    halves = _halves(len(curves))
+    claims: list[Claim] = []
+    if halves is not None:
+        claims += _claims(config, curves, coefficients, halves)
+        if config.reference == "next":
+            claims.append(_without_reference(config, loss, coefficients, halves))
+    notes = _notes(config, fit)
+    metrics = {
+        "m": fit.m,
+        "r at m": fit.r,
+        "r at m=0": _correlation(config, mean, coefficients, 0.0),
+        "measured valley": float(
+            trec.valley(trec.bin_curve(mean, config.num_bins)[0], num_steps=config.steps)
+        ),
+        "predicted valley": float(
+            trec.valley(trec.predict_trec(coefficients, m=fit.m, p=config.power))
+        ),
+        "depth of the dip (nats)": float(np.ptp(trec.bin_curve(mean, config.num_bins)[0])),
+        "training loss, last bin (nats)": float(
+            trec.bin_curve(found["train/loss"].mean(axis=0, dtype=np.float64), config.num_bins)[0][
+                -1
+            ]
+        ),
+        "validation loss (nats)": float(found["validation/loss"][:, -1].mean()),
+    }
+    return Result(
+        method=config.method,
+        variant=config.variant,
+        metrics=metrics,
+        claims=tuple(claims),
+        figures=_figures(config, found, curves, coefficients, fit.m),
+        notes=notes,
+    )
+
+
+def _halves(replicates: int) -> tuple[np.ndarray, np.ndarray] | None:
+    """Neighbouring seeds share models (one is the other's reference), so halves are contiguous."""
+    if replicates < 2:
+        return None
+    places = np.arange(replicates)
+    return places[: replicates // 2], places[replicates // 2 :]
+
+
+def _claims(
+    config: Config,
+    curves: np.ndarray,
+    coefficients: np.ndarray,
+    halves: tuple[np.ndarray, np.ndarray],
+) -> list[Claim]:
+    name = config.variant
+    rows = (
+        (f"trec.shape.{name}", "r", 0.85, ">=",
+         "The prediction, with m from half of the seeds, correlates with the other half's "
+         "measured curve", _PAPER),
+        (f"trec.shape.{name}.gain", "gain", 0.3, ">=",
+         "The training-fraction term adds to the correlation of EMA coefficients alone (m = 0)",
+         "arXiv 2509.25380, training-fraction term: needed, no number given; piloted here"),
+        (f"trec.argmin.{name}", "gap", 0.10, "<=",
+         "Predicted and measured valley lie within a tenth of the run",
+         "arXiv 2509.25380, placement: best segments lie where predicted; piloted here"),
+    )
+    estimate, spread, seeds = _cross_fit(config, curves, coefficients, halves)
+    return [
+        claim_from_bootstrap(
+            id,
+            getattr(spread, field),
+            float(getattr(estimate, field)[0]),
+            bound=bound,
+            direction=direction,
+            statement=statement,
+            source=source,
+            unit="seed",
+            values=getattr(seeds, field),
+        )
+        for id, field, bound, direction, statement, source in rows
+    ]
+
+
+def _without_reference(
+    config: Config,
+    loss: np.ndarray,
+    coefficients: np.ndarray,
+    halves: tuple[np.ndarray, np.ndarray],
+) -> Claim:
+    """The curve as the paper measures it."""
+    estimate, spread, seeds = _cross_fit(config, loss, coefficients, halves)
+    return claim_from_bootstrap(
+        f"trec.shape.{config.variant}.without_reference",
+        spread.r,
+        float(estimate.r[0]),
+        bound=None,
+        direction=">=",
+        statement="The same correlation when no reference model's loss is subtracted",
+        source=_PAPER,
+        unit="seed",
+        kind="finding",
+        values=seeds.r,
+    )
+
+
+def _cross_fit(
+    config: Config,
+    curves: np.ndarray,
+    coefficients: np.ndarray,
+    halves: tuple[np.ndarray, np.ndarray],
+) -> tuple[_Scores, _Scores, _Scores]:
+    """Fits m on each half of the seeds and scores it on the other.
+
+    Returns:
+      Scores, averaged over both ways, of the halves' mean curves `[1]` and of resampled seeds
+      `[samples]` (NaN where a half has a single seed, whose spread is unknown); and of every
+      seed's own curve `[replicate]`.
+    """
+    first, second = (curves[half] for half in halves)
+    means = first.mean(axis=0)[None], second.mean(axis=0)[None]
+    estimate = _both_ways(config, *means, coefficients)
+    one = _score(config, first, _exponents(config, means[1], coefficients), coefficients)
+    two = _score(config, second, _exponents(config, means[0], coefficients), coefficients)
+    seeds = _Scores(*map(np.concatenate, zip(one, two, strict=True)))
+    if len(first) < 2:
+        return estimate, _Scores(*[np.full(_NUM_RESAMPLES, np.nan)] * 3), seeds
+    draw = np.random.default_rng(0)
+    counts = [
+        np.stack([np.bincount(row, minlength=len(half))
+                  for row in draw.integers(len(half), size=(_NUM_RESAMPLES, len(half)))])
+        for half in halves
+    ]
+    # Few draws differ when seeds are few: every distinct one is fitted once.
+    distinct, place = np.unique(np.concatenate(counts, axis=1), axis=0, return_inverse=True)
+    weights = np.split(distinct, [len(first)], axis=1)
+    resampled = [w @ half / len(half) for w, half in zip(weights, (first, second), strict=True)]
+    spread = _both_ways(config, *resampled, coefficients)
+    return estimate, _Scores(*(value[place.reshape(-1)] for value in spread)), seeds
+
+
+def _both_ways(
+    config: Config, first: np.ndarray, second: np.ndarray, coefficients: np.ndarray
+) -> _Scores:
+    one = _score(config, first, _exponents(config, second, coefficients), coefficients)
+    two = _score(config, second, _exponents(config, first, coefficients), coefficients)
+    return _Scores(*((a + b) / 2 for a, b in zip(one, two, strict=True)))
+
+
+def _exponents(config: Config, curves: np.ndarray, coefficients: np.ndarray) -> np.ndarray:
+    fit = trec.fit_training_fraction(
+        curves, coefficients, p=config.power, num_bins=config.num_bins
+    )
+    return np.atleast_1d(fit.m)
+
+
+def _score(
+    config: Config, curves: np.ndarray, exponents: np.ndarray, coefficients: np.ndarray
+) -> _Scores:
+    """Scores `[N]` of curves `[N, T]` by exponents `[N]`, or by one for all."""
+    measured = trec.bin_curve(curves, config.num_bins)[0]
+    predicted = np.stack(
+        [trec.predict_trec(coefficients, m=m, p=config.power) for m in exponents]
+    )
+    alone = trec.predict_trec(coefficients, m=0.0, p=config.power)[None]
+    r, r_alone = (
+        trec.pearson(trec.bin_curve(curve, config.num_bins)[0], measured)
+        for curve in (predicted, alone)
+    )
+    gap = trec.valley(predicted) - trec.valley(measured, num_steps=config.steps)
+    return _Scores(r, r - r_alone, np.abs(gap))
+
+
+def _correlation(config: Config, mean: np.ndarray, coefficients: np.ndarray, m: float) -> float:
+    predicted = trec.predict_trec(coefficients, m=m, p=config.power)
+    pair = [trec.bin_curve(curve, config.num_bins)[0] for curve in (predicted, mean)]
+    return float(trec.pearson(*pair))
+
+
+def _notes(config: Config, fit: trec.TrainingFractionFit) -> tuple[str, ...]:
+    notes = []
+    if config.reference == "next":
+        notes.append(
+            "The measured curve is the final model's loss on each training batch minus that of "
+            "the next replicate's final model on the same batch, which removes the batch's "
+            "difficulty; the paper subtracts nothing and averages far larger batches."
+        )
+    if config.replicates < 4:
+        notes.append(
+            f"{config.replicates} replicates leave {config.replicates // 2} in a half; intervals "
+            "need at least 4, and 8 are advised."
+        )
+    if fit.at_edge:
+        notes.append(f"The fitted exponent m = {fit.m:.2f} lies at the edge of its search range.")
+    return tuple(notes)
+
+
+def _figures(
+    config: Config,
+    found: Mapping[str, np.ndarray],
+    curves: np.ndarray,
+    coefficients: np.ndarray,
+    m: float,
+) -> tuple[Figure, ...]:
+    bins = config.num_bins
+    centres = (np.arange(bins) + 0.5) / bins
+    steps = np.arange(1, config.steps + 1) / config.steps
+    means = trec.bin_curve(curves, bins)[0]
+    measured = means.mean(axis=0)
+    error = means.std(axis=0, ddof=1) / np.sqrt(len(means)) if len(means) > 1 else 0 * measured
+    predictions = {
+        f"predicted, m = {m:.2f}": trec.predict_trec(coefficients, m=m, p=config.power),
+        "predicted, EMA alone (m = 0)": trec.predict_trec(coefficients, m=0.0, p=config.power),
+    }
+    lines = []
+    for label, curve in predictions.items():
+        scaled = _fit_affine(trec.bin_curve(curve, bins)[0], measured)
+        lines.append(Series(label, centres, scaled, style="dashed" if "alone" in label else "line"))
+    what = "minus reference model's " if config.reference == "next" else ""
+    comparison = Figure(
+        "trec",
+        "Training re-evaluation curve, measured and predicted",
+        [Panel(_STEP_LABEL, f"loss {what}(nats/token)", [
+            Series(f"measured, {len(curves)} seeds", centres, measured,
+                   measured - error, measured + error, style="points"), *lines])],
+        "Loss of the final model on the batches of each part of training. Points: mean over "
+        "seeds with one standard error. Lines: prediction from AdamW's EMA coefficients, scaled "
+        "and shifted to the measurement, since only the shape is predicted.",
+    )
+    losses = trec.bin_curve(found["train/loss"].astype(np.float64), bins)[0]
+    replayed = trec.bin_curve(found["replay/loss"].astype(np.float64), bins)[0]
+    evaluated = np.minimum(
+        np.arange(found["validation/loss"].shape[1]) * config.eval_every / config.steps, 1.0)
+    training = Figure(
+        "training",
+        "Training loss",
+        [Panel(_STEP_LABEL, "loss (nats/token)", [
+            Series("on the batch, when it was trained on", centres, losses.mean(axis=0)),
+            Series("on the batch, after training (TREC)", centres, replayed.mean(axis=0)),
+            Series("on validation text" if config.variant == "text" else "on validation data",
+                   evaluated, found["validation/loss"].mean(axis=0), style="points")])],
+        "Mean over seeds. The training loss falls throughout; the re-evaluated one, of the final "
+        "weights, dips where the weights still remember.",
+    )
+    ema = Figure(
+        "coefficients",
+        "What AdamW keeps of each update",
+        [
+            Panel(_STEP_LABEL, "EMA coefficient times T", [
+                Series("coefficient", steps, coefficients * config.steps)]),
+            Panel(_STEP_LABEL, "learning rate / peak", [
+                Series("schedule", steps, found["alphas"][0] / found["alphas"][0].max())]),
+        ],
+        "Left: weight of each step's update in the final weights, from the optimiser state. "
+        f"Right: the schedule ({config.optimizer.schedule}, tau = {config.optimizer.tau:g}).",
+    )
+    return comparison, training, ema
+
+
+def _fit_affine(curve: np.ndarray, target: np.ndarray) -> np.ndarray:
+    """`curve`, scaled by a factor that is not negative and shifted to lie closest to `target`."""
+    centred = curve - curve.mean()
+    slope = max(0.0, float(centred @ (target - target.mean())) / float(centred @ centred))
+    return target.mean() + slope * centred

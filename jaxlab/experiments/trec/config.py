@@ -1,0 +1,161 @@
+"""Settings of the TREC experiment."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from jaxlab.experiments.base import RunConfig, configuration, option
+
+__all__ = ["Config", "DataConfig", "ModelConfig", "OptimizerConfig"]
+
+
+@configuration
+class ModelConfig:
+    """The network: a Llama-style decoder (`variant=text`) or an MLP language model (`mlp`)."""
+
+    width: Annotated[int, option("Residual width of the decoder.", ge=2)] = 64
+    num_layers: Annotated[int, option("Layers of the decoder.", ge=1)] = 2
+    num_heads: Annotated[int, option("Query heads of the decoder.", ge=1)] = 4
+    num_kv_heads: Annotated[int, option("Key and value heads of the decoder.", ge=1)] = 2
+    embed_width: Annotated[int, option("Embedding width of the MLP model.", ge=1)] = 16
+    hidden_width: Annotated[
+        int | None,
+        option("Width inside the MLP; default 8/3 of the decoder's width, 128 for the MLP model.",
+               ge=1),
+    ] = None
+
+
+@configuration
+class OptimizerConfig:
+    """AdamW and its schedule."""
+
+    peak_lr: Annotated[
+        float, option("Peak learning rate.", traced=True, gt=0, le=10, allow_inf_nan=False)
+    ] = 3e-3
+    schedule: Annotated[
+        Literal["d2z", "constant", "linear", "cosine", "step", "wsd", "inverse_sqrt", "cyclic"],
+        option("Learning-rate schedule after warm-up; d2z decays linearly to zero.", traced=True),
+    ] = "d2z"
+    warmup_fraction: Annotated[
+        float, option("Share of the run spent in warm-up.", traced=True, ge=0, lt=1)
+    ] = 0.1
+    final_ratio: Annotated[
+        float, option("Final over peak learning rate.", traced=True, ge=0, le=1)
+    ] = 0.0
+    step_at: Annotated[
+        float, option("Share of the run before the drop of schedule=step.", traced=True, gt=0, lt=1)
+    ] = 0.7
+    decay_fraction: Annotated[
+        float, option("Share of the run in which schedule=wsd decays.", traced=True, gt=0, le=1)
+    ] = 0.2
+    num_cycles: Annotated[
+        int, option("Triangles of schedule=cyclic.", traced=True, ge=1)
+    ] = 4
+    tau: Annotated[
+        float,
+        option("AdamW's time scale 1/(peak_lr * weight_decay * steps), as a share of the run.",
+               traced=True, gt=0, allow_inf_nan=False),
+    ] = 0.2
+    b1: Annotated[float, option("Decay of the first moment.", ge=0, lt=1)] = 0.9
+    b2: Annotated[float, option("Decay of the second moment.", ge=0, lt=1)] = 0.95
+    eps: Annotated[float, option("AdamW's epsilon.", gt=0)] = 1e-8
+    clip_norm: Annotated[
+        float | None, option("Largest global gradient norm; null for no clipping.", gt=0)
+    ] = 1.0
+
+
+@configuration
+class DataConfig:
+    """What the model reads."""
+
+    max_bytes: Annotated[
+        int, option("Bytes of text to use, of the library's sources and topics.", ge=10_000)
+    ] = 8_000_000
+    validation_fraction: Annotated[
+        float, option("Share of the documents kept for validation.", gt=0, lt=1)
+    ] = 0.05
+    vocab_size: Annotated[int, option("States of the Markov chain.", ge=2, le=4096)] = 32
+    chain_seed: Annotated[int, option("Seed of the Markov chain's transitions.", ge=0)] = 0
+    concentration: Annotated[
+        float, option("Dirichlet concentration of the chain's rows.", gt=0)
+    ] = 0.1
+
+
+@configuration
+class Config(RunConfig):
+    """Trains with AdamW, re-evaluates the training batches, predicts that curve."""
+
+    method: Annotated[Literal["trec"], option("This method.")] = "trec"
+    variant: Annotated[
+        Literal["text", "mlp"],
+        option("text: a byte decoder on the standard library; mlp: an MLP on a Markov chain."),
+    ] = "text"
+    steps: Annotated[int, option("Training steps.", ge=2, le=10_000_000)] = 600
+    batch_size: Annotated[int, option("Sequences in a batch.", ge=1)] = 16
+    context: Annotated[int, option("Tokens that the model sees.", ge=1)] = 64
+    num_bins: Annotated[int, option("Equal bins of the curve; must divide steps.", ge=4)] = 20
+    power: Annotated[float, option("Exponent p of the EMA coefficient.", ge=0, le=4)] = 0.5
+    reference: Annotated[
+        Literal["next", "none"],
+        option("Subtract the loss of the next replicate's model, or of none (as in the paper)."),
+    ] = "next"
+    eval_every: Annotated[int, option("Steps between validations.", ge=1)] = 100
+    eval_batches: Annotated[int, option("Batches of one validation.", ge=1)] = 8
+    model: Annotated[ModelConfig, Field()] = ModelConfig()
+    optimizer: Annotated[OptimizerConfig, Field()] = OptimizerConfig()
+    data: Annotated[DataConfig, Field()] = DataConfig()
+
+    @model_validator(mode="after")
+    def check(self) -> Config:
+        """Bounds that involve several fields."""
+        if self.steps % self.num_bins:
+            raise ValueError(f"num_bins={self.num_bins}: must divide steps={self.steps}")
+        if self.reference == "next" and self.replicates < 2:
+            raise ValueError(
+                f"replicates={self.replicates}: at least 2 with reference=next, whose reference "
+                "is the next replicate's model; or set reference=none"
+            )
+        self._check_optimizer()
+        self._check_model()
+        return self
+
+    def _check_optimizer(self) -> None:
+        chosen = self.optimizer
+        if chosen.schedule == "d2z" and chosen.final_ratio:
+            raise ValueError(
+                f"optimizer.final_ratio={chosen.final_ratio}: must be 0 with schedule=d2z; "
+                "use schedule=linear"
+            )
+        warmup_steps = round(chosen.warmup_fraction * self.steps)
+        if chosen.schedule == "inverse_sqrt" and warmup_steps < 1:
+            raise ValueError(
+                f"optimizer.warmup_fraction={chosen.warmup_fraction}: must give at least one step "
+                "of warm-up with schedule=inverse_sqrt"
+            )
+        if warmup_steps >= self.steps:
+            raise ValueError(
+                f"optimizer.warmup_fraction={chosen.warmup_fraction}: must leave steps after "
+                f"warm-up, of steps={self.steps}"
+            )
+        if chosen.tau * self.steps <= 1:
+            raise ValueError(
+                f"optimizer.tau={chosen.tau}: must exceed 1/steps, the span of one step "
+                f"({1 / self.steps:.3g})"
+            )
+
+    def _check_model(self) -> None:
+        model = self.model
+        if self.variant == "mlp":
+            return
+        if model.width % (2 * model.num_heads):
+            raise ValueError(
+                f"model.width={model.width}: must be a multiple of 2 * model.num_heads="
+                f"{2 * model.num_heads}, for rotary positions"
+            )
+        if model.num_heads % model.num_kv_heads:
+            raise ValueError(
+                f"model.num_kv_heads={model.num_kv_heads}: must divide model.num_heads="
+                f"{model.num_heads}"
+            )

@@ -1,0 +1,233 @@
+"""TREC: train, re-evaluate the training batches, compare with what AdamW's schedule predicts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jaxlab.data.markov import MarkovBatches, entropy_rate, markov_transition
+from jaxlab.data.text import standard_library_corpus
+from jaxlab.data.windows import WindowBatches
+from jaxlab.errors import UserError
+from jaxlab.experiments.trec.config import Config
+from jaxlab.experiments.trec.conclusions import conclude
+from jaxlab.methods import trec
+from jaxlab.models.decoder import Decoder
+from jaxlab.models.mlp_lm import MlpLanguageModel
+from jaxlab.ops.losses import cross_entropy
+from jaxlab.training.optimizers import (
+    TrainState,
+    adamw,
+    decay_matrices,
+    init_state,
+    make_train_step,
+)
+from jaxlab.training.program import Evaluation, Program
+
+__all__ = ["build", "conclude"]
+
+_VALIDATION_SEED = 2**31 - 1  # no replicate has it
+_NUM_BYTES = 256
+
+
+class _Task(NamedTuple):
+    """A network with its data.
+
+    Attributes:
+      loss_fn: `(params, batch) -> mean cross-entropy in nats`.
+      init: `key -> params`.
+      train: `seed -> source`, a source giving `[step] -> int32 [batch, length]`.
+      validation: a source of text that is never trained on.
+      fingerprint: names the data.
+    """
+
+    loss_fn: Callable[[Any, Any], jax.Array]
+    init: Callable[[jax.Array], Any]
+    train: Callable[[int], Any]
+    validation: Any
+    fingerprint: str
+
+
+def build(config: Config) -> list[Program]:
+    """The one program of this experiment: a trial is a learning-rate array and a weight decay.
+
+    Args:
+      config: all settings.
+
+    Returns:
+      A program whose evaluation `replay` gives every training batch's loss under the final
+      weights, and under those of the next replicate.
+
+    Raises:
+      UserError: the text is too short for one batch.
+    """
+    task = _mlp_task(config) if config.variant == "mlp" else _text_task(config)
+    sources: dict[int, Any] = {}
+
+    def batches(trial: int, seed: int, step: int) -> np.ndarray:
+        if seed not in sources:
+            sources[seed] = task.train(seed)
+        return sources[seed][step]
+
+    def optimizer(trial: Any) -> optax.GradientTransformation:
+        return _optimizer(config, trial)
+
+    def init(trial: Any, key: jax.Array) -> TrainState:
+        return init_state(task.init(key), optimizer(trial), key)
+
+    def validate(trial: Any, state: TrainState, batch: jax.Array) -> dict[str, jax.Array]:
+        return {"loss": task.loss_fn(state.params, batch)}
+
+    step = make_train_step(lambda params, batch, key: task.loss_fn(params, batch), optimizer)
+    return [
+        Program(
+            name=config.variant,
+            trials=_trials(config),
+            num_steps=config.steps,
+            init=init,
+            step=step,
+            batches=batches,
+            evaluations={
+                "validation": Evaluation(
+                    validate, lambda trial, seed, i: task.validation[i], config.eval_batches,
+                    every=config.eval_every,
+                ),
+                "replay": _replay(config, task.loss_fn, batches),
+            },
+            summarize=lambda trial, state: {"alphas": _trace(state.opt_state).alphas},
+            best="validation/loss",
+            examples_per_step=config.batch_size,
+            fingerprint=task.fingerprint,
+        )
+    ]
+
+
+def _trials(config: Config) -> dict[str, np.ndarray]:
+    chosen = config.optimizer
+    rates = trec.schedule_values(
+        chosen.schedule,
+        config.steps,
+        chosen.peak_lr,
+        warmup_steps=round(chosen.warmup_fraction * config.steps),
+        final_ratio=chosen.final_ratio,
+        step_at=chosen.step_at,
+        decay_fraction=chosen.decay_fraction,
+        num_cycles=chosen.num_cycles,
+    )
+    decay = trec.weight_decay_for_timescale(chosen.tau, chosen.peak_lr, config.steps)
+    return {
+        "learning_rate": rates[None].astype(np.float32),
+        "weight_decay": np.array([decay], np.float32),
+    }
+
+
+def _optimizer(config: Config, trial: Any) -> optax.GradientTransformation:
+    def schedule(count: jax.Array) -> jax.Array:
+        return trial["learning_rate"][count]
+
+    decay = trial["weight_decay"]
+    return adamw(
+        schedule,
+        decay,
+        b1=config.optimizer.b1,
+        b2=config.optimizer.b2,
+        eps=config.optimizer.eps,
+        clip_norm=config.optimizer.clip_norm,
+        weight_decay_mask=decay_matrices,
+        after=(trec.trace_ema(schedule, decay, config.steps),),
+    )
+
+
+def _trace(opt_state: Any) -> trec.TraceEmaState:
+    return next(part for part in opt_state if isinstance(part, trec.TraceEmaState))
+
+
+def _replay(
+    config: Config, loss_fn: Callable[[Any, Any], jax.Array], batches: Callable[..., Any]
+) -> Evaluation:
+    def with_reference(trial: Any, state: TrainState, peer: TrainState, batch: Any) -> Any:
+        return {
+            "loss": trec.reevaluation_loss(loss_fn, state.params, batch),
+            "reference_loss": trec.reevaluation_loss(loss_fn, peer.params, batch),
+        }
+
+    def alone(trial: Any, state: TrainState, batch: Any) -> Any:
+        return {"loss": trec.reevaluation_loss(loss_fn, state.params, batch)}
+
+    peer = config.reference == "next"
+    function = with_reference if peer else alone
+    return Evaluation(function, batches, config.steps, keep="each", peer=peer)
+
+
+def _text_task(config: Config) -> _Task:
+    try:
+        corpus = standard_library_corpus(
+            max_bytes=config.data.max_bytes, validation_fraction=config.data.validation_fraction
+        )
+    except UserError as error:
+        raise UserError(f"data.{error.field}", error.value, error.allowed) from None
+    model = Decoder(
+        vocab_size=_NUM_BYTES,
+        width=config.model.width,
+        num_layers=config.model.num_layers,
+        num_heads=config.model.num_heads,
+        num_kv_heads=config.model.num_kv_heads,
+        hidden_width=config.model.hidden_width,
+    )
+
+    def init(key: jax.Array) -> Any:
+        tokens = jnp.zeros((1, config.context), jnp.int32)
+        return nn.unbox(model.init(key, tokens))["params"]
+
+    def loss_fn(params: Any, batch: jax.Array) -> jax.Array:
+        logits = model.apply({"params": params}, batch[:, :-1])
+        return cross_entropy(logits, batch[:, 1:])  # pyright: ignore[reportArgumentType]
+
+    def windows(tokens: np.ndarray, seed: int) -> WindowBatches:
+        return WindowBatches(
+            tokens, batch_size=config.batch_size, context=config.context, seed=seed
+        )
+
+    return _Task(
+        loss_fn,
+        init,
+        lambda seed: windows(corpus.train, seed),
+        windows(corpus.validation, _VALIDATION_SEED),
+        f"standard library text {corpus.digest[:16]}",
+    )
+
+
+def _mlp_task(config: Config) -> _Task:
+    transition = markov_transition(
+        config.data.chain_seed, config.data.vocab_size, config.data.concentration
+    )
+    model = MlpLanguageModel(
+        vocab_size=config.data.vocab_size,
+        window=config.context,
+        embed_width=config.model.embed_width,
+        hidden_width=config.model.hidden_width or 128,
+    )
+
+    def init(key: jax.Array) -> Any:
+        tokens = jnp.zeros((1, config.context), jnp.int32)
+        return nn.unbox(model.init(key, tokens))["params"]
+
+    def loss_fn(params: Any, batch: jax.Array) -> jax.Array:
+        logits = model.apply({"params": params}, batch[:, :-1])
+        return cross_entropy(logits, batch[:, -1])  # pyright: ignore[reportArgumentType]
+
+    def source(seed: int) -> MarkovBatches:
+        return MarkovBatches(
+            transition, batch_size=config.batch_size, length=config.context + 1, seed=seed
+        )
+
+    entropy = entropy_rate(transition)
+    name = f"Markov chain {config.data.chain_seed}, {entropy:.4f} nats a token"
+    return _Task(loss_fn, init, source, source(_VALIDATION_SEED), name)
+

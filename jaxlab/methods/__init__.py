@@ -1,0 +1,1 @@
+"""The mathematics of the papers: one module of pure functions each."""

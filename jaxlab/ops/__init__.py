@@ -1,0 +1,1 @@
+"""Numerics shared by the methods: attention, masks, losses, sampling, learning-rate schedules."""

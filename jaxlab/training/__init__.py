@@ -1,0 +1,1 @@
+"""Programs and the one loop that drives them."""

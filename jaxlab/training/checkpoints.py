@@ -1,0 +1,241 @@
+"""Checkpoints: the only module that knows Orbax.
+
+A checkpoint is one atomic unit of three items: the state, the history of metrics so far, and a
+JSON record with the step and a checksum of every array, since Orbax returns a flipped byte
+without a word.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import logging
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+from etils import epath
+from jax.sharding import SingleDeviceSharding
+
+from jaxlab.errors import StorageError
+from jaxlab.ops.checksum import tree_checksums
+
+__all__ = ["CheckpointStore", "Restored"]
+
+_NUM_NEWEST = 2
+_ITEMS = ("state", "history", "meta")
+
+
+@dataclasses.dataclass(frozen=True)
+class Restored:
+    """What a checkpoint holds.
+
+    Attributes:
+      step: training steps done.
+      state: the saved pytree.
+      history: metric name to array.
+      meta: the JSON record that was given to `save`.
+    """
+
+    step: int
+    state: Any
+    history: dict[str, np.ndarray]
+    meta: dict[str, Any]
+
+
+class CheckpointStore:
+    """Saves in the background and restores the newest intact checkpoint of one folder.
+
+    Keeps the two newest checkpoints and the one with the smallest `best` value.
+
+    Args:
+      folder: absolute path, local or remote; made if needed.
+    """
+
+    def __init__(self, folder: epath.PathLike) -> None:
+        self._folder = epath.Path(folder)
+        policies = ocp.checkpoint_managers
+        options = ocp.CheckpointManagerOptions(
+            cleanup_tmp_directories=True,
+            best_fn=_best_value,
+            best_mode="min",
+            preservation_policy=policies.AnyPreservationPolicy(
+                [
+                    policies.LatestN(_NUM_NEWEST),
+                    policies.BestN(
+                        get_metric_fn=_best_value,
+                        reverse=True,
+                        n=1,
+                        keep_checkpoints_without_metrics=False,
+                    ),
+                ]
+            ),
+        )
+        with _storage_errors(self._folder):
+            self._manager = ocp.CheckpointManager(self._folder, options=options)
+
+    def steps(self) -> list[int]:
+        """The steps of the committed checkpoints, in order."""
+        return sorted(self._manager.all_steps())
+
+    def save(
+        self,
+        step: int,
+        state: Any,
+        history: Mapping[str, np.ndarray],
+        meta: Mapping[str, Any],
+        best: float | None = None,
+    ) -> None:
+        """Starts writing a checkpoint; training may go on, and donate `state`'s buffers.
+
+        Args:
+          step: training steps done; must exceed the newest checkpoint's.
+          state: pytree of arrays.
+          history: metric name to array.
+          meta: what a resume must know; JSON.
+          best: the value that marks the best checkpoint when it is the smallest.
+
+        Raises:
+          StorageError: this save or an earlier one could not be written.
+        """
+        arrays = dict(history)
+        record = {
+            "step": step,
+            "state_checksums": _checksums(state),
+            "history_checksums": _checksums(arrays),
+            "history_shapes": {name: list(value.shape) for name, value in arrays.items()},
+            "history_dtypes": {name: str(value.dtype) for name, value in arrays.items()},
+            "meta": dict(meta),
+        }
+        items = ocp.args.Composite(
+            state=ocp.args.PyTreeSave(state),
+            history=ocp.args.PyTreeSave({"arrays": arrays}),
+            meta=ocp.args.JsonSave(record),
+        )
+        metrics = None if best is None else {"best": float(best)}
+        with _storage_errors(self._folder):
+            if not self._manager.save(step, args=items, metrics=metrics):
+                raise StorageError(
+                    f"{self._folder}: checkpoint {step} was not written, "
+                    f"{self._manager.latest_step()} is there already"
+                )
+
+    def restore_newest(self, abstract_state: Any) -> Restored | None:
+        """The newest intact checkpoint, or None if there is none.
+
+        A checkpoint that cannot be read, or whose checksums differ, is reported by one warning
+        and deleted, so that later saves of its step work.
+
+        Args:
+          abstract_state: shapes, dtypes and, where it matters, shardings of the state.
+        """
+        for step in reversed(self.steps()):
+            try:
+                return self._restore(step, abstract_state)
+            except Exception as error:
+                reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+                warnings.warn(
+                    f"checkpoint {step} in {self._folder} is damaged ({reason}); "
+                    "going back to the one before",
+                    stacklevel=2,
+                )
+                self._manager.delete(step)
+        return None
+
+    def _restore(self, step: int, abstract_state: Any) -> Restored:
+        abstract_state = jax.tree.map(_with_sharding, abstract_state)
+        record = self._manager.restore(
+            step, args=ocp.args.Composite(meta=ocp.args.JsonRestore())
+        )["meta"]
+        dtypes = record["history_dtypes"]
+        abstract_history = {
+            "arrays": {
+                name: _with_sharding(jax.ShapeDtypeStruct(tuple(shape), np.dtype(dtypes[name])))
+                for name, shape in record["history_shapes"].items()
+            }
+        }
+        items = self._manager.restore(
+            step,
+            args=ocp.args.Composite(
+                state=_restore_args(abstract_state), history=_restore_args(abstract_history)
+            ),
+        )
+        history = items["history"]["arrays"]
+        for kind, tree in (("state", items["state"]), ("history", history)):
+            found, saved = _checksums(tree), record[f"{kind}_checksums"]
+            wrong = [name for name in saved if found.get(name) != saved[name]]
+            if wrong or found.keys() != saved.keys():
+                raise ValueError(f"checksum of {kind} {', '.join(wrong[:3]) or 'names'} differs")
+        return Restored(
+            record["step"],
+            items["state"],
+            {name: np.array(value) for name, value in history.items()},
+            record["meta"],
+        )
+
+    def wait(self) -> None:
+        """Returns once all saves are on disk.
+
+        Raises:
+          StorageError: one of them could not be written.
+        """
+        with _storage_errors(self._folder):
+            self._manager.wait_until_finished()
+
+    def close(self) -> None:
+        """Waits, then frees the manager's threads.
+
+        Raises:
+          StorageError: a save could not be written.
+        """
+        with _storage_errors(self._folder):
+            self._manager.close()
+
+
+def _best_value(metrics: Mapping[str, float]) -> float:
+    return metrics["best"]
+
+
+def _with_sharding(leaf: Any) -> Any:
+    if getattr(leaf, "sharding", None) is not None:
+        return leaf
+    return jax.ShapeDtypeStruct(
+        leaf.shape, leaf.dtype, sharding=SingleDeviceSharding(jax.local_devices()[0])
+    )
+
+
+def _restore_args(abstract: Any) -> ocp.args.PyTreeRestore:
+    return ocp.args.PyTreeRestore(
+        abstract, restore_args=ocp.checkpoint_utils.construct_restore_args(abstract)
+    )
+
+
+def _checksums(tree: Any) -> dict[str, int]:
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    arrays = {jax.tree_util.keystr(path): jnp.asarray(leaf) for path, leaf in leaves}
+    return {name: int(value) for name, value in jax.device_get(tree_checksums(arrays)).items()}
+
+
+@contextlib.contextmanager
+def _storage_errors(folder: epath.Path) -> Iterator[None]:
+    """One clear error for a full disk or a refused write; Orbax's long log stays silent."""
+    logger = logging.getLogger("absl")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    except (OSError, ValueError, RuntimeError) as error:
+        text = str(error)
+        full = getattr(error, "errno", None) == errno.ENOSPC or "No space left" in text
+        refused = isinstance(error, PermissionError) or "Permission denied" in text
+        if not full and not refused and not isinstance(error, OSError):
+            raise
+        cause = "no space left on the device" if full else text.splitlines()[0]
+        raise StorageError(f"{folder}: checkpoint not written: {cause}") from error
+    finally:
+        logger.setLevel(level)

@@ -1,0 +1,502 @@
+"""The one training loop: dispatches, evaluates, saves, resumes and stops.
+
+The order at every boundary is: evaluate, save, next batch, update. Metrics of a dispatch are
+fetched after the next one was sent, so the device never waits for the host.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal, Protocol
+
+import jax
+import numpy as np
+from etils import epath
+
+from jaxlab.errors import DivergedError, InterruptedRun, UserError
+from jaxlab.training.checkpoints import CheckpointStore, Restored
+from jaxlab.training.lanes import Lane, Lanes, Layout, choose_layout
+from jaxlab.training.program import Evaluation, Program
+
+__all__ = ["DriveSettings", "Observer", "Outcome", "drive", "evaluation_steps"]
+
+_PROFILED_STEPS = 5
+
+
+class Observer(Protocol):
+    """What watches a run: writers of metrics and a progress display."""
+
+    def begin(
+        self,
+        program: str,
+        lanes: Sequence[Lane],
+        phase: str,
+        done: int,
+        total: int,
+        compile_seconds: float,
+    ) -> None:
+        """A phase (`train`, or an evaluation's name) starts at `done` of `total` items."""
+        ...
+
+    def advance(self, phase: str, done: int, loss: float | None, compile_seconds: float) -> None:
+        """The phase has dispatched `done` items; `loss` is the newest one fetched."""
+        ...
+
+    def metrics(self, step: int, values: Mapping[str, np.ndarray]) -> None:
+        """Values after `step` steps: name to array `[lane]`."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class DriveSettings:
+    """How a program is driven; nothing here changes what is computed.
+
+    Attributes:
+      trial_axis: see `lanes`.
+      steps_per_dispatch: the most steps in one call, or by rule.
+      checkpoint_every: steps between checkpoints.
+      log_every: steps between calls of `Observer.metrics`.
+      debug: run without compilation and stop at the first NaN.
+      profile: folder for a profiler trace of a few steps.
+    """
+
+    trial_axis: Literal["auto", "loop", "vmap"] = "auto"
+    steps_per_dispatch: int | Literal["auto"] = "auto"
+    checkpoint_every: int = 1000
+    log_every: int = 10
+    debug: bool = False
+    profile: epath.Path | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What a program leaves.
+
+    Attributes:
+      arrays: `train/loss` and the like `[trial, replicate, step]`; evaluations' metrics
+        `[trial, replicate, evaluation]` (during training) or `[trial, replicate, batch]` or
+        `[trial, replicate]` (after it); the summary's arrays `[trial, replicate, ...]`.
+      states: one final state a lane, trial-major.
+      compile_seconds: tracing and compilation, in this process.
+      run_seconds: everything else, in this process.
+      examples: examples seen by all lanes together, over all processes of the run.
+    """
+
+    arrays: dict[str, np.ndarray]
+    states: list[Any]
+    compile_seconds: float
+    run_seconds: float
+    examples: int
+
+
+def evaluation_steps(num_steps: int, every: int) -> list[int]:
+    """The numbers of steps done at which an evaluation runs: 0, every, ... and the end.
+
+    >>> evaluation_steps(10, 4)
+    [0, 4, 8, 10]
+    """
+    return [*range(0, num_steps, every), num_steps]
+
+
+def drive(
+    program: Program,
+    seeds: Sequence[int],
+    settings: DriveSettings,
+    *,
+    observer: Observer,
+    folder: epath.Path | None = None,
+    stop: Callable[[], int | None] = lambda: None,
+) -> Outcome:
+    """Runs a program for all its trials and the given seeds, from its checkpoints if it has any.
+
+    Replicates that are added to a finished run are trained beside the finished ones, which are
+    only restored.
+
+    Args:
+      program: what to run.
+      seeds: one for each replicate.
+      settings: how to run it.
+      observer: told about progress and metrics.
+      folder: absolute folder of the checkpoints; None keeps nothing.
+      stop: asked at every dispatch; a signal's number means: save and leave.
+
+    Returns:
+      The arrays that the conclusions need.
+
+    Raises:
+      DivergedError: a loss is NaN or infinite; the last good checkpoint stays.
+      InterruptedRun: `stop` gave a signal; everything is saved.
+      StorageError: a checkpoint could not be written.
+      UserError: the checkpoints belong to other data.
+    """
+    start = time.perf_counter()
+    layout = choose_layout(program, settings.trial_axis, settings.steps_per_dispatch)
+    cohorts = [
+        _Cohort(program, seeds[first:last], layout, settings, observer, path, stop)
+        for first, last, path in _cohort_folders(folder, program.name, len(seeds))
+    ]
+    for cohort in cohorts:
+        cohort.train()
+    order = _trial_major(program.num_trials, [len(cohort.seeds) for cohort in cohorts])
+    history = _merge(program.num_trials, [cohort.history for cohort in cohorts])
+    states = [state for cohort in cohorts for state in cohort.lanes.split(cohort.states)]
+    lanes = cohorts[0].lanes
+    if len(cohorts) > 1:
+        everyone = [Lane(t, seed) for t in range(program.num_trials) for seed in seeds]
+        lanes = Lanes(program, everyone, cohorts[0].lanes.layout, debug=settings.debug)
+    states = lanes.join([states[i] for i in order])
+    final = _final_evaluations(lanes, states, len(seeds), observer, stop)
+    final |= lanes.summarize(states)
+    shape = (program.num_trials, len(seeds))
+    arrays = history | {name: v.reshape(shape + v.shape[1:]) for name, v in final.items()}
+    compile_seconds = sum({id(x): x.compile_seconds for x in
+                           [lanes, *(cohort.lanes for cohort in cohorts)]}.values())
+    return Outcome(
+        arrays,
+        lanes.split(states),
+        compile_seconds,
+        time.perf_counter() - start - compile_seconds,
+        program.examples_per_step * program.num_steps * len(lanes.lanes),
+    )
+
+
+def _cohort_folders(
+    folder: epath.Path | None, name: str, replicates: int
+) -> list[tuple[int, int, epath.Path | None]]:
+    """Ranges of replicates that were, or are to be, trained together, with their folders."""
+    if folder is None:
+        return [(0, replicates, None)]
+    base = folder / name
+    ranges: list[tuple[int, int]] = []
+    if base.exists():
+        names = sorted(path.name for path in base.iterdir() if path.name.startswith("replicates"))
+        ranges = [(int(n.split("-")[1]), int(n.split("-")[2])) for n in names]
+    done = ranges[-1][1] if ranges else 0
+    if done < replicates:
+        ranges.append((done, replicates))
+    return [(a, b, base / f"replicates-{a:05d}-{b:05d}") for a, b in ranges]
+
+
+def _trial_major(num_trials: int, sizes: Sequence[int]) -> list[int]:
+    """Places, in the concatenation of the cohorts' lanes, of all lanes in trial-major order."""
+    offsets = np.cumsum([0, *[num_trials * size for size in sizes]])
+    return [
+        int(offsets[c]) + trial * size + r
+        for trial in range(num_trials)
+        for c, size in enumerate(sizes)
+        for r in range(size)
+    ]
+
+
+def _merge(num_trials: int, histories: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    """Histories `[lane, time]` of the cohorts as `[trial, replicate, time]`."""
+    return {
+        name: np.concatenate(
+            [h[name].reshape(num_trials, -1, h[name].shape[-1]) for h in histories], axis=1
+        )
+        for name in histories[0]
+    }
+
+
+class _Cohort:
+    """Replicates that are trained together, with one series of checkpoints."""
+
+    def __init__(
+        self,
+        program: Program,
+        seeds: Sequence[int],
+        layout: Layout,
+        settings: DriveSettings,
+        observer: Observer,
+        folder: epath.Path | None,
+        stop: Callable[[], int | None],
+    ) -> None:
+        self.program, self.seeds, self.settings = program, seeds, settings
+        self.observer, self.stop = observer, stop
+        self.store = None if folder is None else CheckpointStore(folder)
+        self.members = [Lane(t, seed) for t in range(program.num_trials) for seed in seeds]
+        self.lanes = Lanes(program, self.members, layout, debug=settings.debug)
+        self.history: dict[str, np.ndarray] = {}
+        self.states: list[Any] = []
+        self.step = 0
+        self.saved_step = -1
+        self._pending: tuple[int, int, list[Any]] | None = None
+        self._schedules = {
+            name: evaluation_steps(program.num_steps, e.every)
+            for name, e in program.evaluations.items()
+            if e.every is not None
+        }
+
+    def train(self) -> None:
+        """Runs to the last step, from the newest intact checkpoint."""
+        with contextlib.ExitStack() as stack:
+            if self.store is not None:
+                stack.callback(self.store.close)
+            self._start()
+            self.observer.begin(
+                self.program.name,
+                self.members,
+                "train",
+                self.step,
+                self.program.num_steps,
+                self.lanes.compile_seconds,
+            )
+            profiled = self.settings.profile is None
+            while True:
+                self._evaluate_if_due()
+                self._save_if_due()
+                if self.step == self.program.num_steps:
+                    break
+                if (number := self.stop()) is not None:
+                    self._leave(number)
+                count = self._next_boundary() - self.step
+                if not profiled and self._pending is not None:
+                    profiled = True
+                    with jax.profiler.trace(str(self.settings.profile)):
+                        self._advance(min(count, _PROFILED_STEPS))
+                        jax.block_until_ready(self.states)
+                else:
+                    self._advance(count)
+
+    def _start(self) -> None:
+        restored = None
+        if self.store is not None:
+            restored = self.store.restore_newest(self.lanes.abstract_stacked())
+        if restored is None:
+            self.states = self.lanes.init()
+            return
+        meta = restored.meta
+        if meta["fingerprint"] != self.program.fingerprint:
+            raise UserError(
+                "data", self.program.fingerprint,
+                f"the run was started on other data ({meta['fingerprint']}); use another run_dir",
+            )
+        self._keep_layout(meta)
+        self.states = self.lanes.unstack(restored.state)
+        self.step = self.saved_step = restored.step
+        self.history = self._adopt(restored)
+
+    def _keep_layout(self, meta: Mapping[str, Any]) -> None:
+        """The rules that were fixed at the start stay, unless the user now asks for others."""
+        settings, layout = self.settings, self.lanes.layout
+        if settings.steps_per_dispatch == "auto":
+            layout = dataclasses.replace(layout, steps_per_dispatch=meta["steps_per_dispatch"])
+        if settings.trial_axis == "auto":
+            layout = dataclasses.replace(layout, trial_axis=meta["trial_axis"])
+        if layout != self.lanes.layout:
+            self.lanes = Lanes(self.program, self.members, layout, debug=settings.debug)
+
+    def _adopt(self, restored: Restored) -> dict[str, np.ndarray]:
+        """The saved history, widened if the run has been given more steps."""
+        old_steps = restored.meta["num_steps"]
+        history = {}
+        for name, values in restored.history.items():
+            group = name.partition("/")[0]
+            if group in self._schedules:
+                every = self.program.evaluations[group].every or 1
+                old, new = evaluation_steps(old_steps, every), self._schedules[group]
+                wide = np.full((len(values), len(new)), np.nan, values.dtype)
+                for i, step in enumerate(old):
+                    if step in new:
+                        wide[:, new.index(step)] = values[:, i]
+            else:
+                wide = np.full((len(values), self.program.num_steps), np.nan, values.dtype)
+                wide[:, :old_steps] = values
+            history[name] = wide
+        return history
+
+    def _next_boundary(self) -> int:
+        every = [self.settings.checkpoint_every, *self._evaluation_intervals()]
+        ends = [self.step - self.step % n + n for n in every]
+        limit = self.step + self.lanes.layout.steps_per_dispatch
+        return min(limit, self.program.num_steps, *ends)
+
+    def _evaluation_intervals(self) -> Iterable[int]:
+        return [e.every for e in self.program.evaluations.values() if e.every is not None]
+
+    def _advance(self, count: int) -> None:
+        with _naming_nans(self.step):
+            self.states, metrics = self.lanes.advance(self.states, self.step, count)
+        sent, self._pending = self._pending, (self.step, count, metrics)
+        self.step += count
+        self._collect(sent)
+
+    def _flush(self) -> None:
+        sent, self._pending = self._pending, None
+        self._collect(sent)
+
+    def _collect(self, sent: tuple[int, int, list[Any]] | None) -> None:
+        """Fetches a dispatch's metrics, checks the loss and reports."""
+        if sent is None:
+            return
+        start, count, metrics = sent
+        values = self.lanes.fetch(metrics, count)
+        for name, value in values.items():
+            self._record(f"train/{name}", self.program.num_steps)[:, start : start + count] = value
+        self._check_finite(values["loss"], start)
+        every = self.settings.log_every
+        for i in range(count):
+            done = start + i + 1
+            if done % every == 0 or done == self.program.num_steps:
+                found = {f"train/{name}": value[:, i] for name, value in values.items()}
+                self.observer.metrics(done, found)
+        loss = float(np.mean(values["loss"][:, -1]))
+        self.observer.advance("train", start + count, loss, self.lanes.compile_seconds)
+
+    def _record(self, name: str, width: int) -> np.ndarray:
+        shape = (len(self.members), width)
+        return self.history.setdefault(name, np.full(shape, np.nan, np.float32))
+
+    def _check_finite(self, loss: np.ndarray, start: int) -> None:
+        bad = ~np.isfinite(loss)
+        if not bad.any():
+            return
+        step = int(np.argmax(bad.any(axis=0)))
+        lane = self.members[int(np.argmax(bad[:, step]))]
+        if self.store is not None:
+            self.store.wait()
+        kept = "no checkpoint was kept"
+        if self.saved_step >= 0:
+            kept = f"the checkpoint of step {self.saved_step} is intact"
+        raise DivergedError(
+            f"{self.program.name}: the loss of step {start + step + 1} is not finite "
+            f"(trial {lane.trial}, seed {lane.seed}); {kept}"
+        )
+
+    def _evaluate_if_due(self) -> None:
+        for name, steps in self._schedules.items():
+            if self.step not in steps:
+                continue
+            place = steps.index(self.step)
+            known = [v for key, v in self.history.items() if key.startswith(f"{name}/")]
+            if known and not np.isnan(known[0][:, place]).any():
+                continue
+            values = _measure(self.lanes, name, self.states, None)
+            for key, value in values.items():
+                self._record(f"{name}/{key}", len(steps))[:, place] = value
+            self._flush()
+            self.observer.metrics(self.step, {f"{name}/{k}": v for k, v in values.items()})
+
+    def _save_if_due(self) -> None:
+        due = self.step % self.settings.checkpoint_every == 0 and self.step > 0
+        if due or self.step == self.program.num_steps:
+            self._save()
+
+    def _save(self) -> None:
+        if self.store is None or self.step == self.saved_step:
+            return
+        self._flush()
+        layout = self.lanes.layout
+        meta = {
+            "fingerprint": self.program.fingerprint,
+            "num_steps": self.program.num_steps,
+            "trial_axis": layout.trial_axis,
+            "steps_per_dispatch": layout.steps_per_dispatch,
+            "seeds": list(self.seeds),
+        }
+        state = self.lanes.stack(self.states)
+        self.store.save(self.step, state, self.history, meta, best=self._best_value())
+        self.saved_step = self.step
+
+    def _best_value(self) -> float | None:
+        """The newest value of the metric that marks the best checkpoint, averaged over lanes."""
+        values = self.history.get(self.program.best or "")
+        if values is None:
+            return None
+        means = values.mean(axis=0)
+        known = means[np.isfinite(means)]
+        return float(known[-1]) if known.size else None
+
+    def _leave(self, number: int) -> None:
+        self._flush()
+        self._save()
+        if self.store is None:
+            raise InterruptedRun(number, f"stopped at step {self.step}; nothing was kept")
+        self.store.wait()
+        raise InterruptedRun(number, f"stopped at step {self.step}; run the same command to resume")
+
+
+@contextlib.contextmanager
+def _naming_nans(step: int):
+    """A NaN that debug mode located becomes the error of a diverged run."""
+    try:
+        yield
+    except FloatingPointError as error:
+        cause = str(error).splitlines()[0]
+        raise DivergedError(f"NaN after step {step}: {cause}") from error
+
+
+def _measure(
+    lanes: Lanes,
+    name: str,
+    states: list[Any],
+    peers: list[Any] | None,
+    progress: Callable[[int], None] = lambda done: None,
+) -> dict[str, np.ndarray]:
+    """An evaluation over all its batches: `[lane]` means or `[lane, batch]` values."""
+    evaluation: Evaluation = lanes.program.evaluations[name]
+    size = lanes.layout.steps_per_dispatch
+    parts: list[dict[str, np.ndarray]] = []
+    sent: tuple[list[Any], int] | None = None
+    for start in range(0, evaluation.num_batches, size):
+        count = min(size, evaluation.num_batches - start)
+        found = lanes.measure(name, states, peers, start, count)
+        if sent is not None:
+            parts.append(lanes.fetch(*sent))
+            progress(start)
+        sent = (found, count)
+    if sent is not None:
+        parts.append(lanes.fetch(*sent))
+    progress(evaluation.num_batches)
+    whole = {key: np.concatenate([part[key] for part in parts], axis=1) for key in parts[0]}
+    if evaluation.keep == "each":
+        return whole
+    return {key: value.mean(axis=1, dtype=np.float64) for key, value in whole.items()}
+
+
+def _final_evaluations(
+    lanes: Lanes,
+    states: list[Any],
+    replicates: int,
+    observer: Observer,
+    stop: Callable[[], int | None],
+) -> dict[str, np.ndarray]:
+    """The evaluations that run once, after training."""
+    arrays: dict[str, np.ndarray] = {}
+    for name, evaluation in lanes.program.evaluations.items():
+        if evaluation.every is not None:
+            continue
+        observer.begin(
+            lanes.program.name,
+            lanes.lanes,
+            name,
+            0,
+            evaluation.num_batches,
+            lanes.compile_seconds,
+        )
+
+        def progress(done: int, name: str = name) -> None:
+            observer.advance(name, done, None, lanes.compile_seconds)
+            if (number := stop()) is not None:
+                raise InterruptedRun(
+                    number, f"stopped after training, in {name}; run the same command to resume"
+                )
+
+        peers = _next_replicates(lanes, states, replicates) if evaluation.peer else None
+        values = _measure(lanes, name, states, peers, progress)
+        arrays |= {f"{name}/{key}": value for key, value in values.items()}
+    return arrays
+
+
+def _next_replicates(lanes: Lanes, states: list[Any], replicates: int) -> list[Any]:
+    """For every lane the state of its trial's next replicate; the last one gets the first."""
+    if replicates < 2:
+        raise ValueError(f"replicates={replicates}: an evaluation with peer needs at least 2")
+    separate = lanes.split(states)
+    rolled = [
+        separate[i - i % replicates + (i + 1) % replicates] for i in range(len(separate))
+    ]
+    return lanes.join(rolled)

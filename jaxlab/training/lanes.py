@@ -1,0 +1,375 @@
+"""The trial axis: how the lanes of a program (its trials times replicates) share the devices.
+
+Two layouts compute the same mathematics:
+
+* `loop`: one compiled program of one lane, called for each lane in turn. Bit-equal to single
+  runs and compiled at single-run cost; the rule on one CPU device, where batching lanes was
+  measured to be no faster.
+* `vmap`: all lanes in one program, the lane axis sharded over the devices, in groups that the
+  memory of the device allows; the rule on accelerators and on several devices.
+
+Several steps go into one dispatch of a compiled loop whose trip count is an argument, so any
+interval between evaluations or checkpoints uses the same compiled program.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from jaxlab.training.program import Evaluation, Program
+
+__all__ = ["Lane", "Lanes", "Layout", "choose_layout"]
+
+_WORK_PER_DISPATCH = 4e9  # state elements times batch elements: about 0.1 s on a CPU
+_MAX_STEPS_PER_DISPATCH = 50
+_MEMORY_SHARE = 0.9
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """How lanes are dispatched; stored with the first checkpoint and kept by every resume.
+
+    Attributes:
+      trial_axis: see the module's text.
+      steps_per_dispatch: the most training steps in one call.
+    """
+
+    trial_axis: Literal["loop", "vmap"]
+    steps_per_dispatch: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Lane:
+    """One trial with one seed."""
+
+    trial: int
+    seed: int
+
+
+def choose_layout(
+    program: Program,
+    trial_axis: Literal["auto", "loop", "vmap"] = "auto",
+    steps_per_dispatch: int | Literal["auto"] = "auto",
+) -> Layout:
+    """Fixes the layout by rule, never by timing, so that it is the same on every start."""
+    on_cpu = jax.default_backend() == "cpu"
+    if trial_axis == "auto":
+        trial_axis = "loop" if on_cpu and jax.device_count() == 1 else "vmap"
+    if steps_per_dispatch == "auto":
+        if on_cpu and not program.loop_friendly:
+            steps_per_dispatch = 1
+        else:
+            batch = program.batches(0, 0, 0)
+            work = _num_elements(program.abstract_state()) * _num_elements(batch)
+            steps_per_dispatch = int(np.clip(_WORK_PER_DISPATCH / work, 1, _MAX_STEPS_PER_DISPATCH))
+    return Layout(trial_axis, steps_per_dispatch)
+
+
+def _num_elements(tree: Any) -> int:
+    return max(1, sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(tree)))
+
+
+class Lanes:
+    """A program compiled for a list of lanes.
+
+    States are kept as a list with one pytree a group of lanes: in the `loop` layout every lane is
+    a group of its own without a leading axis; in the `vmap` layout a group has one.
+
+    Args:
+      program: what to run.
+      lanes: trial-major.
+      layout: from `choose_layout`.
+      debug: run without compilation, so that values can be printed and NaNs located.
+
+    Attributes:
+      compile_seconds: spent in tracing and compilation so far.
+    """
+
+    def __init__(
+        self, program: Program, lanes: Sequence[Lane], layout: Layout, *, debug: bool = False
+    ) -> None:
+        self.program, self.lanes, self.layout = program, list(lanes), layout
+        self.compile_seconds = 0.0
+        self._debug = debug
+        self._batched = layout.trial_axis == "vmap"
+        self._compiled: dict[tuple[str, int], Callable[..., Any]] = {}
+        threads = min(len(self.lanes), len(os.sched_getaffinity(0)))
+        parallel = not self._batched and not debug and jax.default_backend() == "cpu"
+        self._pool = ThreadPoolExecutor(threads) if parallel and threads > 1 else None
+        self._set_groups(len(self.lanes) if self._batched else 1)
+
+    def _set_groups(self, size: int) -> None:
+        order = list(range(len(self.lanes)))
+        self._groups = [order[i : i + size] for i in range(0, len(order), size)]
+        trials = [self.program.trial(lane.trial) for lane in self.lanes]
+        self._trials = [self._gather(trials, group) for group in self._groups]
+
+    def _gather(self, values: Sequence[Any], group: Sequence[int]) -> Any:
+        """One group's argument from a list with one pytree of arrays a lane."""
+        if not self._batched:
+            return jax.tree.map(jnp.asarray, values[group[0]])
+        stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *[values[i] for i in group])
+        return jax.device_put(stacked, self._sharding(len(group)))
+
+    @staticmethod
+    def _sharding(group_size: int) -> NamedSharding:
+        """Shards the lane axis over the largest number of devices that divides it."""
+        devices = jax.devices()
+        count = max(n for n in range(1, len(devices) + 1) if group_size % n == 0)
+        mesh = jax.make_mesh(
+            (count,), ("lane",), axis_types=(AxisType.Auto,), devices=devices[:count]
+        )
+        return NamedSharding(mesh, PartitionSpec("lane"))
+
+    def _over_group(self, function: Callable[..., Any], num_args: int) -> Callable[..., Any]:
+        """`function` over a group; its last argument is a count that the lanes share."""
+        if not self._batched:
+            return function
+        return jax.vmap(function, in_axes=(0,) * (num_args - 1) + (None,))
+
+    def _compile(
+        self, name: str, function: Callable[..., Any], args: tuple[Any, ...], donate: tuple[int, ...]
+    ) -> Callable[..., Any]:
+        """Traces and compiles, once for each group size.
+
+        What is returned is a finished executable: a later call with another shape or type is an
+        error, never a silent second trace.
+        """
+        size = len(jax.tree.leaves(args[0])[0]) if self._batched else 1
+        if (name, size) not in self._compiled:
+            start = time.perf_counter()
+            over = self._over_group(function, len(args))
+            shardings: dict[str, Any] = {}
+            if self._batched:
+                lanes = self._sharding(size)
+                shared = NamedSharding(lanes.mesh, PartitionSpec())
+                shardings["in_shardings"] = (*[lanes] * (len(args) - 1), shared)
+                shardings["out_shardings"] = lanes
+            jitted = jax.jit(over, donate_argnums=donate, **shardings)
+            self._compiled[name, size] = jitted.lower(*args).compile()
+            self.compile_seconds += time.perf_counter() - start
+        return self._compiled[name, size]
+
+    def _call(
+        self, name: str, function: Callable[..., Any], *args: Any, donate: tuple[int, ...] = ()
+    ) -> Any:
+        if self._debug:
+            with jax.disable_jit(), jax.debug_nans(True):
+                return self._over_group(function, len(args))(*args)
+        return self._compile(name, function, args, donate)(*args)
+
+    def init(self) -> list[Any]:
+        """The states before the first step, each from its lane's seed alone."""
+        keys = [jax.random.key(lane.seed) for lane in self.lanes]
+
+        def one(trial: Any, key: jax.Array, _: jax.Array) -> Any:
+            return self.program.init(trial, key)
+
+        states = [
+            self._call("init", one, trial, self._gather(keys, group), np.int32(0))
+            for group, trial in zip(self._groups, self._trials, strict=True)
+        ]
+        return self._fit_memory(states) if self._batched and not self._debug else states
+
+    def _fit_memory(self, states: list[Any]) -> list[Any]:
+        """Halves the groups until the compiled step fits the device, where its limit is known."""
+        limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
+        while limit and len(self._groups[0]) > 1:
+            batches = self._batches(self.program.batches, self._groups[0], 0, 1)
+            args = (self._trials[0], states[0], batches, np.int32(1))
+            compiled = self._compile("step", self._step_function(), args, (1,))
+            usage = compiled.memory_analysis()  # pyright: ignore[reportFunctionMemberAccess]
+            arguments = usage.argument_size_in_bytes * len(self._groups)
+            if usage.temp_size_in_bytes + arguments <= _MEMORY_SHARE * limit:
+                break
+            lanes = self.split(states)
+            self._set_groups((len(self._groups[0]) + 1) // 2)
+            states = self.join(lanes)
+        return states
+
+    def split(self, states: list[Any]) -> list[Any]:
+        """One pytree a lane."""
+        if not self._batched:
+            return list(states)
+        return [
+            jax.tree.map(lambda leaf, i=i: leaf[i], state)
+            for state, group in zip(states, self._groups, strict=True)
+            for i in range(len(group))
+        ]
+
+    def join(self, lanes: Sequence[Any]) -> list[Any]:
+        """The inverse of `split`."""
+        return [self._gather(lanes, group) for group in self._groups]
+
+    def stack(self, states: list[Any]) -> Any:
+        """One pytree with a leading lane axis: what a checkpoint holds, whatever the layout."""
+        return _stack(*self.split(states))
+
+    def unstack(self, stacked: Any) -> list[Any]:
+        """The inverse of `stack`."""
+        lanes = [jax.tree.map(lambda leaf, i=i: leaf[i], stacked) for i in range(len(self.lanes))]
+        return self.join(lanes)
+
+    def abstract_stacked(self) -> Any:
+        """Shapes and dtypes of `stack`'s result."""
+        count = len(self.lanes)
+        return jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct((count, *leaf.shape), leaf.dtype),
+            self.program.abstract_state(),
+        )
+
+    def _batches(
+        self, source: Callable[[int, int, int], Any], group: Sequence[int], start: int, count: int
+    ) -> Any:
+        """`count` batches for each lane of a group, padded to the dispatch's fixed size."""
+        size = self.layout.steps_per_dispatch
+
+        def of_lane(lane: Lane) -> Any:
+            items = [source(lane.trial, lane.seed, start + i) for i in range(count)]
+            items += [items[-1]] * (size - count)
+            return jax.tree.map(lambda *leaves: np.stack(leaves), *items)
+
+        if not self._batched:
+            return of_lane(self.lanes[group[0]])
+        batches = [of_lane(self.lanes[i]) for i in group]
+        stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *batches)
+        return jax.device_put(stacked, self._sharding(len(group)))
+
+    def _step_function(self) -> Callable[..., Any]:
+        step, size = self.program.step, self.layout.steps_per_dispatch
+
+        def many(trial: Any, state: Any, batches: Any, count: jax.Array) -> tuple[Any, Any]:
+            return _repeat(lambda s, batch: step(trial, s, batch), state, batches, count, size)
+
+        return many
+
+    def advance(self, states: list[Any], start: int, count: int) -> tuple[list[Any], list[Any]]:
+        """Dispatches training steps `start` to `start + count` without waiting for them.
+
+        Args:
+          states: consumed; their buffers are donated.
+          start: steps done so far.
+          count: at most `steps_per_dispatch`.
+
+        Returns:
+          The new states, and for each group the metrics `[lane, step]`, still being computed.
+        """
+        function = self._step_function()
+
+        def one(i: int) -> tuple[Any, Any]:
+            batches = self._batches(self.program.batches, self._groups[i], start, count)
+            args = (self._trials[i], states[i], batches, np.int32(count))
+            return self._call("step", function, *args, donate=(1,))
+
+        done = self._each_group(one)
+        return [state for state, _ in done], [metrics for _, metrics in done]
+
+    def _each_group(self, one: Callable[[int], Any]) -> list[Any]:
+        """`one(i)` for every group: the first alone, since it compiles, the others side by side.
+
+        Small networks leave most processors idle; lanes are independent, so on a CPU they run in
+        as many threads as there are processors. Every lane's numbers stay the same bits.
+        """
+        first = [one(0)]
+        if self._pool is None:
+            return first + [one(i) for i in range(1, len(self._groups))]
+        return first + list(self._pool.map(one, range(1, len(self._groups))))
+
+    def fetch(self, metrics: list[Any], count: int) -> dict[str, np.ndarray]:
+        """Waits for `advance`'s or `measure`'s metrics: name to array `[lane, count]`."""
+        host = jax.device_get(metrics)
+        lift = (lambda x: x) if self._batched else (lambda x: x[None])
+        return {
+            name: np.concatenate([lift(np.asarray(group[name]))[:, :count] for group in host])
+            for name in host[0]
+        }
+
+    def measure(
+        self, name: str, states: list[Any], peers: list[Any] | None, start: int, count: int
+    ) -> list[Any]:
+        """Dispatches an evaluation on its batches `start` to `start + count`.
+
+        Returns:
+          For each group the values `[lane, batch]`, still being computed.
+        """
+        evaluation, size = self.program.evaluations[name], self.layout.steps_per_dispatch
+        function = _evaluation_function(evaluation, size)
+
+        def one(i: int) -> Any:
+            batches = self._batches(evaluation.batches, self._groups[i], start, count)
+            peer = () if peers is None else (peers[i],)
+            args = (self._trials[i], states[i], *peer, batches, np.int32(count))
+            return self._call(f"evaluate {name}", function, *args)
+
+        return self._each_group(one)
+
+    def summarize(self, states: list[Any]) -> dict[str, np.ndarray]:
+        """`Program.summarize` of every lane: name to array `[lane, ...]`."""
+        if self.program.summarize is None:
+            return {}
+        summarize = self.program.summarize
+
+        def one(trial: Any, state: Any, _: jax.Array) -> Any:
+            return dict(summarize(trial, state))
+
+        found = [
+            self._call("summarize", one, trial, state, np.int32(0))
+            for trial, state in zip(self._trials, states, strict=True)
+        ]
+        lanes = self.split(jax.device_get(found))
+        return {name: np.stack([lane[name] for lane in lanes]) for name in lanes[0]}
+
+
+@jax.jit
+def _stack(*lanes: Any) -> Any:
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *lanes)
+
+
+def _evaluation_function(evaluation: Evaluation, size: int) -> Callable[..., Any]:
+    def many(*args: Any) -> Any:
+        *fixed, batches, count = args
+
+        def one(carry: tuple[()], batch: Any) -> tuple[tuple[()], Any]:
+            return carry, evaluation.function(*fixed, batch)
+
+        return _repeat(one, (), batches, count, size)[1]
+
+    return many
+
+
+def _repeat(
+    function: Callable[[Any, Any], tuple[Any, Any]],
+    carry: Any,
+    batches: Any,
+    count: jax.Array,
+    size: int,
+) -> tuple[Any, dict[str, jax.Array]]:
+    """Runs `function` on the first `count` of `size` batches and collects its metrics `[size]`.
+
+    Unlike a scan, the trip count is an argument, so one compiled program serves any interval.
+    With `size` 1 there is no loop at all.
+    """
+    if size == 1:
+        carry, metrics = function(carry, jax.tree.map(lambda leaf: leaf[0], batches))
+        return carry, {name: value[None] for name, value in metrics.items()}
+
+    def body(i: jax.Array, loop: tuple[Any, Any]) -> tuple[Any, Any]:
+        carry, found = loop
+        batch = jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, i, 0, False), batches)
+        carry, metrics = function(carry, batch)
+        return carry, {name: found[name].at[i].set(value) for name, value in metrics.items()}
+
+    first = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), batches)
+    shapes = jax.eval_shape(function, carry, first)[1]
+    buffers = {name: jnp.zeros((size, *leaf.shape), leaf.dtype) for name, leaf in shapes.items()}
+    return jax.lax.fori_loop(jnp.int32(0), count, body, (carry, buffers))

@@ -1,0 +1,92 @@
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxlab.models.mlp_lm import MlpLanguageModel
+from jaxlab.ops.losses import cross_entropy
+
+
+@pytest.fixture(autouse=True)
+def strict_types_and_ranks():
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        yield
+
+
+TOKENS = jax.random.randint(jax.random.key(1), (8, 6), 0, 32)
+
+
+@pytest.fixture(scope="module")
+def params():
+    return nn.unbox(jax.jit(MlpLanguageModel().init)(jax.random.key(0), TOKENS))["params"]
+
+
+def count(tree):
+    return sum(leaf.size for leaf in jax.tree.leaves(tree))
+
+
+def test_the_default_model_has_17056_parameters(params):
+    assert count(params) == 17_056
+    wider = jax.eval_shape(MlpLanguageModel(hidden_width=256).init, jax.random.key(0), TOKENS)
+    assert count(wider) == 33_568
+
+
+def test_logits_follow_from_the_formula(params):
+    model = MlpLanguageModel()
+    exact = {name: np.asarray(value, np.float64) for name, value in params.items()}
+    joined = exact["embedding"][np.asarray(TOKENS)].reshape(8, -1)
+    hidden = joined @ exact["hidden_kernel"] + exact["hidden_bias"]
+    hidden = 0.5 * hidden * (1 + np.tanh(np.sqrt(2 / np.pi) * (hidden + 0.044715 * hidden**3)))
+    expected = hidden @ exact["output_kernel"] + exact["output_bias"]
+    logits = model.apply({"params": params}, TOKENS)
+    assert logits.shape == (8, 32)
+    np.testing.assert_allclose(logits, expected, atol=1e-5)
+
+
+def test_every_place_of_the_window_matters(params):
+    model = MlpLanguageModel()
+    logits = model.apply({"params": params}, TOKENS)
+    for place in range(6):
+        changed = model.apply({"params": params}, TOKENS.at[:, place].add(1) % 32)
+        assert (jnp.max(jnp.abs(changed - logits), axis=1) > 1e-3).all()
+
+
+def test_bfloat16_computation_gives_float32_logits_and_finite_gradients(params):
+    model = MlpLanguageModel(dtype=jnp.bfloat16)
+    targets = TOKENS[:, 0]
+
+    def loss(params):
+        logits = model.apply({"params": params}, TOKENS)
+        assert logits.dtype == jnp.float32
+        return cross_entropy(logits, targets)
+
+    for leaf in jax.tree.leaves(jax.jit(jax.grad(loss))(params)):
+        assert leaf.dtype == jnp.float32
+        assert jnp.isfinite(leaf).all()
+        assert jnp.any(leaf != 0)
+
+
+def test_every_parameter_names_its_axes():
+    boxed = jax.eval_shape(MlpLanguageModel().init, jax.random.key(0), TOKENS)["params"]
+    names = {name: box.names for name, box in boxed.items()}
+    assert names == {
+        "embedding": ("vocab", "embed"),
+        "hidden_kernel": ("embed", "mlp"),
+        "hidden_bias": ("mlp",),
+        "output_kernel": ("mlp", "vocab"),
+        "output_bias": ("vocab",),
+    }
+
+
+def test_replicates_can_be_mapped(params):
+    model = MlpLanguageModel()
+    stacked = jax.tree.map(lambda leaf: jnp.stack([leaf, 2.0 * leaf]), params)
+    mapped = jax.vmap(lambda params: model.apply({"params": params}, TOKENS))(stacked)
+    plain = model.apply({"params": params}, TOKENS)
+    np.testing.assert_allclose(mapped[0], plain, atol=1e-5)
+
+
+def test_another_window_is_refused(params):
+    with pytest.raises(ValueError, match=r"must be \[batch, 6\]"):
+        MlpLanguageModel().apply({"params": params}, TOKENS[:, :5])

@@ -1,0 +1,145 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxlab.ops.attention import causal_mask, dot_product_attention
+
+
+@pytest.fixture(autouse=True)
+def strict_types_and_ranks():
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        yield
+
+
+KEYS = jax.random.split(jax.random.key(0), 4)
+QUERY = jax.random.normal(KEYS[0], (2, 3, 4, 6))
+KEY = jax.random.normal(KEYS[1], (2, 5, 2, 6))
+VALUE = jax.random.normal(KEYS[2], (2, 5, 2, 7))
+MASK = jax.random.bernoulli(KEYS[3], 0.6, (2, 1, 3, 5)).at[:, :, :, 0].set(True)
+
+
+def reference(query, key, value, mask, scale):
+    """One query head at a time, in float64."""
+    query, key, value = (np.asarray(x, np.float64) for x in (query, key, value))
+    group = query.shape[2] // key.shape[2]
+    output = np.zeros((*query.shape[:3], value.shape[3]))
+    for b, q, h in np.ndindex(*query.shape[:3]):
+        scores = np.exp(key[b, :, h // group] @ query[b, q, h] * scale) * np.asarray(mask[b, 0, q])
+        output[b, q, h] = scores @ value[b, :, h // group] / scores.sum()
+    return output
+
+
+def test_grouped_heads_match_a_loop_over_heads():
+    output = dot_product_attention(QUERY, KEY, VALUE, MASK)
+    np.testing.assert_allclose(output, reference(QUERY, KEY, VALUE, MASK, 6**-0.5), atol=1e-5)
+    unmasked = dot_product_attention(QUERY, KEY, VALUE, scale=0.3)
+    everywhere = np.ones(MASK.shape)
+    np.testing.assert_allclose(unmasked, reference(QUERY, KEY, VALUE, everywhere, 0.3), atol=1e-5)
+
+
+def test_grouped_heads_equal_repeated_key_value_heads():
+    repeated = dot_product_attention(
+        QUERY, jnp.repeat(KEY, 2, axis=2), jnp.repeat(VALUE, 2, axis=2), MASK
+    )
+    np.testing.assert_allclose(dot_product_attention(QUERY, KEY, VALUE, MASK), repeated, atol=1e-6)
+
+
+def test_equal_scores_average_the_admitted_values():
+    output = dot_product_attention(jnp.zeros_like(QUERY), KEY, VALUE, MASK)
+    admitted = np.asarray(MASK[0, 0, 1])
+    expected = np.asarray(VALUE[0])[admitted, 0].mean(axis=0)
+    np.testing.assert_allclose(output[0, 1, 0], expected, atol=1e-6)
+
+
+def test_a_query_without_keys_reads_zeros_and_has_finite_gradients():
+    mask = MASK.at[0, 0, 1].set(False)
+
+    def total(query, key, value):
+        return jnp.sum(dot_product_attention(query, key, value, mask))
+
+    output = dot_product_attention(QUERY, KEY, VALUE, mask)
+    np.testing.assert_array_equal(output[0, 1], jnp.zeros_like(output[0, 1]))
+    gradients = jax.grad(total, argnums=(0, 1, 2))(QUERY, KEY, VALUE)
+    assert all(jnp.isfinite(gradient).all() for gradient in gradients)
+    np.testing.assert_array_equal(gradients[0][0, 1], jnp.zeros_like(QUERY[0, 1]))
+
+
+def test_keys_that_are_masked_out_have_no_influence():
+    hidden = ~MASK[:, 0, 0]
+    changed = jnp.where(hidden[:, :, None, None], VALUE + 100.0, VALUE)
+    output = dot_product_attention(QUERY, KEY, changed, MASK)
+    plain = dot_product_attention(QUERY, KEY, VALUE, MASK)
+    np.testing.assert_array_equal(output[:, 0], plain[:, 0])
+
+
+def test_softmax_of_narrow_input_is_taken_in_float32():
+    narrow = [x.astype(jnp.bfloat16) for x in (QUERY, KEY, VALUE)]
+    output = dot_product_attention(*narrow, MASK)
+    assert output.dtype == jnp.bfloat16
+    # The weights lose at most 2^-8 of themselves on the way to the values, the output again.
+    expected = reference(*[x.astype(jnp.float32) for x in narrow], MASK, 6**-0.5)
+    bound = 2**-7 * np.abs(np.asarray(VALUE)).max()
+    np.testing.assert_allclose(output.astype(jnp.float32), expected, atol=bound)
+
+
+def test_scores_of_narrow_input_are_not_rounded():
+    # Both scores are exact in float32; in bfloat16 257 and 256 would be the same number.
+    query = jnp.ones((1, 1, 1, 2), jnp.bfloat16)
+    key = jnp.array([[256.0, 1.0], [256.0, 0.0]], jnp.bfloat16)[None, :, None, :]
+    value = jnp.eye(2, dtype=jnp.bfloat16)[None, :, None, :]
+    weights = dot_product_attention(query, key, value, scale=1.0).astype(jnp.float32)
+    np.testing.assert_allclose(weights[0, 0, 0, 0], 1 / (1 + np.exp(-1)), rtol=2**-7)
+
+
+def test_wide_input_stays_wide():
+    with jax.enable_x64(True):
+        wide = [jnp.asarray(np.asarray(x, np.float64)) for x in (QUERY, KEY, VALUE)]
+        output = dot_product_attention(*wide, MASK)
+        np.testing.assert_allclose(output, reference(*wide, MASK, 6**-0.5), rtol=1e-11)
+
+
+def test_one_mask_serves_every_row_of_a_batch():
+    shared = MASK[:1]
+    repeated = jnp.broadcast_to(shared, MASK.shape)
+    np.testing.assert_array_equal(
+        dot_product_attention(QUERY, KEY, VALUE, shared),
+        dot_product_attention(QUERY, KEY, VALUE, repeated),
+    )
+
+
+def test_jit_and_vmap_agree_with_the_plain_call():
+    stacked = [jnp.stack([x, x[::-1]]) for x in (QUERY, KEY, VALUE, MASK)]
+    mapped = jax.jit(jax.vmap(dot_product_attention))(*stacked)
+    plain = dot_product_attention(QUERY, KEY, VALUE, MASK)
+    np.testing.assert_allclose(mapped, jnp.stack([plain, plain[::-1]]), atol=1e-6)
+
+
+def test_the_causal_mask_admits_the_past_and_the_present():
+    positions = jnp.broadcast_to(jnp.arange(4)[None, :], (2, 4))
+    expected = np.broadcast_to(np.tril(np.ones((4, 4), bool)), (2, 1, 4, 4))
+    np.testing.assert_array_equal(causal_mask(positions), expected)
+
+
+def test_the_causal_mask_serves_a_cache_with_empty_slots():
+    empty = jnp.iinfo(jnp.int32).max
+    slots = jnp.array([[4, 1, 2, 3], [0, 1, empty, empty]])
+    mask = causal_mask(jnp.array([[4], [1]]), slots)
+    np.testing.assert_array_equal(
+        mask[:, 0, 0], [[True, True, True, True], [True, True, False, False]]
+    )
+
+
+def test_misuse_is_refused():
+    with pytest.raises(ValueError, match="3 query heads cannot share 2"):
+        dot_product_attention(QUERY[:, :, :3], KEY, VALUE)
+    with pytest.raises(ValueError, match="may differ in their last axis only"):
+        dot_product_attention(QUERY, KEY, VALUE[:, :4])
+    with pytest.raises(ValueError, match="same batch and head_dim"):
+        dot_product_attention(QUERY[..., :4], KEY, VALUE)
+    with pytest.raises(ValueError, match="batch length heads width"):
+        dot_product_attention(QUERY[0], KEY, VALUE)
+    with pytest.raises(ValueError, match=r"mask has shape \(2, 1, 3, 4\)"):
+        dot_product_attention(QUERY, KEY, VALUE, MASK[..., :4])
+    with pytest.raises(TypeError, match="float32"):
+        dot_product_attention(QUERY, KEY, VALUE, MASK.astype(jnp.float32))
