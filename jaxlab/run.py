@@ -178,9 +178,9 @@ def _print_result(result: Result, run_dir: str) -> None:
     if result.provenance.get("finished_before"):
         print(f"{run_dir} is finished already; this is what it found.")
     print(claim_table_text(result, _WIDTH))
-    folder = pathlib.PurePosixPath(run_dir)
-    names = [f"{folder}/figures/{figure.name}.png" for figure in result.figures]
-    for path in (*names, f"{folder}/result.json", f"{folder}/report.md"):
+    folder = pathlib.Path(run_dir)
+    figures = sorted((folder / "figures").glob("*.png"))
+    for path in (*figures, folder / "result.json", folder / "report.md"):
         print(path)
 
 

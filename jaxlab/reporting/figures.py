@@ -323,6 +323,8 @@ def _draw_panel(
         for name in itertools.chain.from_iterable(series.x for series in panel.series):
             names.setdefault(str(name), len(names))
         _name_ticks(ax, list(names))
+    elif 0 < len(_bar_places(panel)) <= 10:
+        ax.set_xticks(_bar_places(panel))
     offsets, width = _side_by_side(panel)
     drawn: dict[str, Any] = {}
     for series, offset in zip(panel.series, offsets, strict=True):
@@ -402,12 +404,16 @@ def _side_by_side(panel: Panel) -> tuple[list[float], float]:
     moved = bars if any(bars) or not names else [s.style == "points" for s in panel.series]
     spacing = 1.0
     if not names:
-        gaps = np.diff(np.unique([float(v) for s in panel.series for v in s.x if s.style == "bar"]))
+        gaps = np.diff(_bar_places(panel))
         spacing = float(gaps.min()) if gaps.size else 1.0
     share = 0.8 * spacing / max(1, sum(moved))
     places = itertools.count()
     middle = (sum(moved) - 1) / 2
     return [(next(places) - middle) * share if move else 0.0 for move in moved], share
+
+
+def _bar_places(panel: Panel) -> np.ndarray:
+    return np.unique([float(x) for s in panel.series if s.style == "bar" for x in s.x])
 
 
 def _name_ticks(ax: Axes, names: list[str]) -> None:

@@ -246,7 +246,7 @@ def test_round_trip_through_strict_json_keeps_the_verdict(values, bound):
     ],
 )
 def test_malformed_data_is_a_value_error(change):
-    with pytest.raises(ValueError, match="claim|convert|finite"):
+    with pytest.raises(ValueError, match=r"claim|convert|finite"):
         Claim.from_dict({**make_claim().to_dict(), **change})
 
 

@@ -160,6 +160,7 @@ def test_numeric_bars_keep_their_distance():
     axes = draw(figure(bars)).axes[0]
     widths = [patch.get_width() for patch in cast(Any, axes.patches)]
     np.testing.assert_allclose(widths, 4.0)
+    assert axes.get_xticks().tolist() == [10, 20, 40]
 
 
 def test_points_over_names_do_not_hide_each_other():

@@ -1,0 +1,1 @@
+"""Sweeps: many settings from one command, as the trials of one program where that is possible."""
