@@ -6,6 +6,7 @@ mistake is one line on standard error and exit code 2.
 
 from __future__ import annotations
 
+import errno
 import os
 import pathlib
 import signal
@@ -67,6 +68,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # The reader of a pipe has gone; Python must not complain about it when it exits.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        print(f"jaxlab: no space left on the device{_of_file(error)}", file=sys.stderr)
+        return 1
+
+
+def _of_file(error: OSError) -> str:
+    return f" ({error.filename})" if error.filename else ""
 
 
 def _dispatch(words: list[str]) -> int:

@@ -53,7 +53,7 @@ def cross_entropy(
     Args:
       logits: unnormalised log-probabilities.
       targets: classes in `[0, vocab)`; where the mask is zero they may be anything, such as -100.
-      mask: True (or a positive weight) where a token counts; all of them by default.
+      mask: True where a token counts, or weights of at least 0; all tokens by default.
 
     Returns:
       Sum of mask times loss over the sum of the mask, a float32 scalar; 0 for an empty mask.
@@ -71,7 +71,7 @@ def cross_entropy(
     if mask.shape != targets.shape:
         raise ValueError(f"mask has shape {mask.shape}; targets has {targets.shape}")
     # A masked target may be out of range, whose loss is NaN: replace it before the lookup.
-    counted = mask > 0
+    counted = mask.astype(jnp.bool_)
     losses = cross_entropy_per_token(logits, jnp.where(counted, targets, jnp.zeros_like(targets)))
     weights = mask.astype(losses.dtype)
     total = jnp.sum(weights)

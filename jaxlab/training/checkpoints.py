@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import errno
 import logging
+import shutil
 import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -28,6 +29,7 @@ from jaxlab.ops.checksum import tree_checksums
 __all__ = ["CheckpointStore", "Restored"]
 
 _NUM_NEWEST = 2
+_SPACE_SLACK = 2**18  # bytes for metadata and what other writers add meanwhile
 _ITEMS = ("state", "history", "meta")
 
 
@@ -59,6 +61,8 @@ class CheckpointStore:
 
     def __init__(self, folder: epath.PathLike) -> None:
         self._folder = epath.Path(folder)
+        self._log_level = logging.getLogger("absl").level
+        _silence_background_noise()
         policies = ocp.checkpoint_managers
         options = ocp.CheckpointManagerOptions(
             cleanup_tmp_directories=True,
@@ -118,12 +122,30 @@ class CheckpointStore:
             meta=ocp.args.JsonSave(record),
         )
         metrics = None if best is None else {"best": float(best)}
+        self._check_space([state, arrays])
         with _storage_errors(self._folder):
             if not self._manager.save(step, args=items, metrics=metrics):
                 raise StorageError(
                     f"{self._folder}: checkpoint {step} was not written, "
                     f"{self._manager.latest_step()} is there already"
                 )
+
+    def _check_space(self, trees: Any) -> None:
+        """Asks first: a disk that fills up during a write makes Orbax's threads print a lot."""
+        self.wait()
+        if "://" in str(self._folder):
+            return
+        needed = _SPACE_SLACK + sum(int(leaf.nbytes) for leaf in jax.tree.leaves(trees))
+        free = shutil.disk_usage(self._folder).free
+        if free < needed:
+            raise StorageError(
+                f"{self._folder}: checkpoint not written: no space left on the device ({free:,} "
+                f"bytes free, {needed:,} needed); {self._kept()}"
+            )
+
+    def _kept(self) -> str:
+        steps = self.steps()
+        return f"the checkpoint of step {steps[-1]} is intact" if steps else "none was saved before"
 
     def restore_newest(self, abstract_state: Any) -> Restored | None:
         """The newest intact checkpoint, or None if there is none.
@@ -195,6 +217,7 @@ class CheckpointStore:
         """
         with _storage_errors(self._folder):
             self._manager.close()
+        logging.getLogger("absl").setLevel(self._log_level)
 
 
 def _best_value(metrics: Mapping[str, float]) -> float:
@@ -223,19 +246,19 @@ def _checksums(tree: Any) -> dict[str, int]:
 
 @contextlib.contextmanager
 def _storage_errors(folder: epath.Path) -> Iterator[None]:
-    """One clear error for a full disk or a refused write; Orbax's long log stays silent."""
-    logger = logging.getLogger("absl")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
+    """Turns a full disk or a refused write, however Orbax words it, into one clear error."""
     try:
         yield
     except (OSError, ValueError, RuntimeError) as error:
-        text = str(error)
+        text = str(error) or type(error).__name__
         full = getattr(error, "errno", None) == errno.ENOSPC or "No space left" in text
-        refused = isinstance(error, PermissionError) or "Permission denied" in text
-        if not full and not refused and not isinstance(error, OSError):
+        refused = "Permission denied" in text or "PERMISSION_DENIED" in text
+        if not (full or refused or isinstance(error, OSError)):
             raise
-        cause = "no space left on the device" if full else text.splitlines()[0]
+        cause = "no space left on the device" if full else text.splitlines()[0][:200]
         raise StorageError(f"{folder}: checkpoint not written: {cause}") from error
-    finally:
-        logger.setLevel(level)
+
+
+def _silence_background_noise() -> None:
+    """Keeps Orbax's threads from logging tracebacks of errors that are raised here anyway."""
+    logging.getLogger("absl").setLevel(logging.CRITICAL)

@@ -1,4 +1,5 @@
 import functools
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -24,32 +25,68 @@ def strict_types_and_ranks():
         yield
 
 
-TOKENS = jax.random.randint(jax.random.key(1), (2, 6), 0, 11)
+KEY = jax.random.key(0)
+TOKENS = np.random.default_rng(0).integers(0, 11, (2, 6)).astype(np.int32)
+POSITIONS = np.tile(np.arange(6, dtype=np.int32), (2, 1))
+CAUSAL = np.tile(np.tril(np.ones((6, 6), bool)), (2, 1, 1, 1))
 AXES = {"vocab", "embed", "heads", "kv_heads", "head_dim", "mlp", "layers"}
 
 
-def make(**changes):
+def make(**changes) -> Decoder:
     sizes = {"vocab_size": 11, "width": 12, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2}
     return Decoder(**{**sizes, "head_dim": 4, "hidden_width": 10, **changes})
 
 
+def shapes(model: Decoder) -> Any:
+    return jax.eval_shape(model.init, KEY, TOKENS)["params"]
+
+
+@pytest.fixture(scope="module")
+def initial() -> Any:
+    """Parameters of the size at which training starts, without compiling the initialisation."""
+    draw = np.random.default_rng(0).normal
+
+    def fill(leaf):
+        one_axis = len(leaf.shape) == 1
+        return jnp.asarray(1 + draw(0, 0.1, leaf.shape) if one_axis else draw(0, 0.02, leaf.shape))
+
+    return jax.tree.map(fill, nn.unbox(shapes(make())))
+
+
+@pytest.fixture(scope="module")
+def params(initial) -> Any:
+    """Larger weights, with which every part matters to the logits."""
+    return jax.tree.map(lambda leaf: leaf * 10.0 if leaf.ndim > 1 else leaf, initial)
+
+
 @functools.cache
-def parameters(**changes):
+def forward(**changes) -> Any:
+    """A jitted call, compiled once for all tests of one model."""
     model = make(**changes)
-    return nn.unbox(jax.jit(model.init)(jax.random.key(0), TOKENS))["params"]
+    return jax.jit(lambda params, *inputs: model.apply({"params": params}, *inputs))
 
 
-def larger(params):
-    """Weights large enough for every part to matter to the logits."""
-    return jax.tree.map(lambda leaf: leaf * 10.0, params)
+def logits_of(params, tokens=TOKENS, positions=POSITIONS, mask=CAUSAL) -> Any:
+    return forward()(params, tokens, positions, mask)
 
 
-def apply(model, params, *args, **kwargs):
-    return model.apply({"params": params}, *args, **kwargs)
+@functools.cache
+def loss_and_gradient(**changes) -> Any:
+    model = make(**changes)
+
+    def loss(params):
+        logits: Any = model.apply({"params": params}, TOKENS)
+        assert logits.dtype == jnp.float32
+        return cross_entropy(logits[:, :-1], jnp.asarray(TOKENS[:, 1:]))
+
+    return jax.jit(jax.value_and_grad(loss))
 
 
-def loss(model, params):
-    return cross_entropy(apply(model, params, TOKENS)[:, :-1], TOKENS[:, 1:])
+def assert_close_trees(actual, expected):
+    def compare(a, b):
+        np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5)
+
+    jax.tree.map(compare, actual, expected)
 
 
 def expected_count(vocab, width, layers, heads, kv_heads, head_dim, hidden, tied):
@@ -58,194 +95,185 @@ def expected_count(vocab, width, layers, heads, kv_heads, head_dim, hidden, tied
     return layers * block + width + vocab * width * (1 if tied else 2)
 
 
-def test_parameters_are_counted_exactly():
+def test_parameters_are_counted_exactly(initial):
     sizes = (11, 12, 2, 4, 2, 4, 10)
-    untied, tied = parameters(), parameters(tie_embeddings=True)
-    assert parameter_count(untied) == expected_count(*sizes, tied=False)
+    tied = shapes(make(tie_embeddings=True))
+    assert parameter_count(initial) == expected_count(*sizes, tied=False)
     assert parameter_count(tied) == expected_count(*sizes, tied=True)
-    assert parameter_count(untied) - parameter_count(tied) == 11 * 12
-    assert parameter_count(untied, embeddings=False) == parameter_count(untied) - 2 * 11 * 12
-    assert parameter_count(tied, embeddings=False) == parameter_count(untied, embeddings=False)
-    assert parameter_count(stack_layers(untied)) == parameter_count(untied)
-    assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(untied))
+    assert parameter_count(initial, embeddings=False) == parameter_count(initial) - 2 * 11 * 12
+    assert parameter_count(tied, embeddings=False) == parameter_count(initial, embeddings=False)
+    assert parameter_count(shapes(make(scan_layers=True))) == parameter_count(initial)
+    assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(tied))
 
 
 def test_default_sizes_follow_from_the_width():
     model = Decoder(vocab_size=11, width=48, num_layers=1, num_heads=4)
-    shapes = jax.eval_shape(model.init, jax.random.key(0), TOKENS)
-    assert parameter_count(shapes) == expected_count(11, 48, 1, 4, 4, 12, 128, tied=False)
-
-
-def test_every_parameter_names_its_axes():
-    for scan in (False, True):
-        boxed = jax.eval_shape(make(scan_layers=scan).init, jax.random.key(0), TOKENS)["params"]
-        is_box = lambda leaf: isinstance(leaf, nn.LogicallyPartitioned)  # noqa: E731
-        leaves = jax.tree.leaves(boxed, is_leaf=is_box)
-        assert all(is_box(leaf) and len(leaf.names) == leaf.value.ndim for leaf in leaves)
-        names = {name for leaf in leaves for name in leaf.names}
-        assert names == (AXES if scan else AXES - {"layers"})
-
-
-def test_it_runs_under_a_mesh_with_rules():
-    mesh = jax.make_mesh((1, 1), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
-    rules = [(name, "model" if name in ("heads", "mlp") else None) for name in sorted(AXES)]
-    model = make(num_layers=1)
-    with jax.set_mesh(mesh), nn.logical_axis_rules(rules):
-        variables = jax.jit(lambda key: nn.unbox(model.init(key, TOKENS)))(jax.random.key(0))
-        logits = jax.jit(model.apply)(variables, TOKENS)
-    np.testing.assert_allclose(logits, model.apply(variables, TOKENS), atol=1e-6)
-
-
-def test_initial_weights_have_the_scaled_spread():
-    model = Decoder(vocab_size=64, width=64, num_layers=8, num_heads=4, hidden_width=64)
-    block = decoder_block(model)
-    x, positions = jnp.zeros((1, 1, 64)), jnp.zeros((1, 1), jnp.int32)
-    mask = causal_mask(positions)
-    params = nn.unbox(jax.jit(block.init)(jax.random.key(0), x, positions, mask))["params"]
-    # The standard deviation of 4,096 normal samples is off by 6 % with probability below 1e-7.
-    for name in ("query", "key", "value", "gate", "up"):
-        np.testing.assert_allclose(jnp.std(params[name]), 0.02, rtol=0.06)
-    for name in ("attention_output", "down"):
-        np.testing.assert_allclose(jnp.std(params[name]), 0.02 / 4, rtol=0.06)
-    np.testing.assert_array_equal(params["attention_norm"]["scale"], jnp.ones(64))
-
-
-def test_a_later_token_leaves_earlier_logits_alone():
-    model, params = make(), larger(parameters())
-    logits = apply(model, params, TOKENS)
-    changed = apply(model, params, TOKENS.at[:, 4].add(1) % 11)
-    np.testing.assert_array_equal(changed[:, :4], logits[:, :4])
-    assert (jnp.max(jnp.abs(changed - logits), axis=2)[:, 4:] > 1e-3).all()
-
-
-def test_an_earlier_token_reaches_later_logits():
-    model, params = make(), larger(parameters())
-    logits = apply(model, params, TOKENS)
-    changed = apply(model, params, TOKENS.at[:, 0].add(1) % 11)
-    assert (jnp.max(jnp.abs(changed - logits), axis=2) > 1e-4).all()
-
-
-def test_only_differences_of_positions_matter():
-    model, params = make(), larger(parameters())
-    positions = jnp.broadcast_to(jnp.arange(6)[None, :], TOKENS.shape)
-    logits = apply(model, params, TOKENS)
-    moved = apply(model, params, TOKENS, positions + 9)
-    np.testing.assert_allclose(moved, logits, atol=1e-3)
-    stretched = apply(model, params, TOKENS, positions * 2)
-    assert jnp.max(jnp.abs(stretched - logits)) > 0.05
-
-
-def test_a_mask_of_ones_own_separates_packed_documents():
-    model, params = make(), larger(parameters())
-    positions = jnp.array([[0, 1, 2, 0, 1, 2]] * 2)
-    segments = jnp.array([[0, 0, 0, 1, 1, 1]] * 2)
-    same = segments[:, None, :, None] == segments[:, None, None, :]
-    packed = apply(model, params, TOKENS, positions, causal_mask(positions) & same)
-    np.testing.assert_allclose(packed[:, 3:], apply(model, params, TOKENS[:, 3:]), atol=1e-4)
-
-
-def test_scanned_layers_equal_unrolled_ones():
-    params = larger(parameters())
-    stacked = stack_layers(params)
-    value, gradient = jax.jit(jax.value_and_grad(functools.partial(loss, make())))(params)
-    scanned = jax.jit(jax.value_and_grad(functools.partial(loss, make(scan_layers=True))))
-    scanned_value, scanned_gradient = scanned(stacked)
-    np.testing.assert_allclose(scanned_value, value, rtol=1e-6)
-    jax.tree.map(
-        functools.partial(np.testing.assert_allclose, rtol=1e-3, atol=1e-5),
-        unstack_layers(scanned_gradient),
-        gradient,
-    )
-
-
-def test_stacking_is_undone_by_unstacking_and_fits_the_scanned_model():
-    params = parameters()
-    stacked = stack_layers(params)
-    shapes = jax.eval_shape(make(scan_layers=True).init, jax.random.key(0), TOKENS)
-    expected = jax.tree.map(jnp.shape, nn.unbox(shapes)["params"])
-    assert jax.tree.map(jnp.shape, stacked) == expected
-    restored = unstack_layers(stacked)
-    assert list(map(str, sorted(restored))) == sorted(params)
-    jax.tree.map(np.testing.assert_array_equal, restored, params)
-
-
-def test_scanned_layers_start_from_different_weights():
-    params = parameters(scan_layers=True)
-    first, second = params["layers"]["query"]
-    assert jnp.max(jnp.abs(first - second)) > 0.01
+    expected = expected_count(11, 48, 1, 4, 4, 12, 128, tied=False)
+    assert parameter_count(shapes(model)) == expected
 
 
 @pytest.mark.parametrize("scan", [False, True])
-def test_recomputing_layers_changes_no_gradient(scan):
-    params = larger(stack_layers(parameters()) if scan else parameters())
-    plain, again = (
-        jax.jit(jax.grad(functools.partial(loss, make(scan_layers=scan, remat=remat))))(params)
-        for remat in (False, True)
+def test_every_parameter_names_its_axes(scan):
+    def is_box(leaf):
+        return isinstance(leaf, nn.LogicallyPartitioned)
+
+    boxes = jax.tree.leaves(shapes(make(scan_layers=scan)), is_leaf=is_box)
+    assert all(is_box(box) and len(box.names) == box.value.ndim for box in boxes)
+    names = {name for box in boxes for name in box.names}
+    assert names == (AXES if scan else AXES - {"layers"})
+
+
+def test_it_can_be_traced_under_a_mesh_with_rules(initial):
+    mesh = jax.make_mesh((1, 1), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    rules = [(name, "model" if name in ("heads", "mlp") else None) for name in sorted(AXES)]
+    for scan in (False, True):
+        model = make(scan_layers=scan)
+        with jax.set_mesh(mesh), nn.logical_axis_rules(rules):
+            variables = jax.eval_shape(lambda m=model: nn.unbox(m.init(KEY, TOKENS)))
+            logits: Any = jax.eval_shape(model.apply, variables, TOKENS)
+        assert logits.shape == (2, 6, 11)
+
+
+def test_initial_weights_have_the_scaled_spread_and_differ_between_layers():
+    model = Decoder(
+        vocab_size=8, width=64, num_layers=8, num_heads=4, hidden_width=64, scan_layers=True
     )
-    compare = functools.partial(np.testing.assert_allclose, rtol=1e-3, atol=1e-5)
-    jax.tree.map(compare, again, plain)
+    params: Any = nn.unbox(jax.jit(model.init)(KEY, TOKENS))["params"]
+    layers = params["layers"]
+    # A standard deviation from 4,096 samples is off by 6 % with probability below 1e-7.
+    for name in ("query", "key", "value", "gate", "up"):
+        spread = jnp.std(layers[name].reshape(8, -1), axis=1)
+        np.testing.assert_allclose(spread, 0.02, rtol=0.06)
+    for name in ("attention_output", "down"):
+        spread = jnp.std(layers[name].reshape(8, -1), axis=1)
+        np.testing.assert_allclose(spread, 0.02 / 4, rtol=0.06)
+    np.testing.assert_array_equal(layers["attention_norm"]["scale"], np.ones((8, 64)))
+    assert jnp.max(jnp.abs(layers["query"][0] - layers["query"][1])) > 0.02
 
 
-def test_bfloat16_computation_gives_float32_logits_and_finite_gradients():
-    params = parameters(tie_embeddings=True)
-    model = make(tie_embeddings=True, dtype=jnp.bfloat16)
-    gradient = jax.jit(jax.grad(functools.partial(loss, model)))(params)
-    logits = apply(model, params, TOKENS)
-    assert logits.dtype == jnp.float32
+def test_a_later_token_leaves_earlier_logits_alone(params):
+    tokens = TOKENS.copy()
+    tokens[:, 4] = (tokens[:, 4] + 1) % 11
+    logits, changed = logits_of(params), logits_of(params, tokens)
+    np.testing.assert_array_equal(changed[:, :4], logits[:, :4])
+    assert (np.abs(changed - logits).max(axis=2)[:, 4:] > 1e-3).all()
+
+
+def test_an_earlier_token_reaches_later_logits(params):
+    tokens = TOKENS.copy()
+    tokens[:, 0] = (tokens[:, 0] + 1) % 11
+    difference = np.abs(logits_of(params, tokens) - logits_of(params))
+    assert (difference.max(axis=2) > 1e-4).all()
+
+
+def test_positions_and_mask_are_causal_by_default(params):
+    logits = forward()(params, TOKENS)
+    np.testing.assert_allclose(logits, logits_of(params), atol=1e-5)
+
+
+def test_only_differences_of_positions_matter(params):
+    logits = logits_of(params)
+    np.testing.assert_allclose(logits_of(params, positions=POSITIONS + 9), logits, atol=1e-3)
+    assert np.abs(logits_of(params, positions=POSITIONS * 2) - logits).max() > 0.05
+
+
+def test_a_mask_separates_packed_documents(params):
+    tokens = np.tile(TOKENS[:, :3], (1, 2))
+    positions = np.tile(POSITIONS[:, :3], (1, 2))
+    segments = np.array([[0, 0, 0, 1, 1, 1]] * 2)
+    same = segments[:, None, :, None] == segments[:, None, None, :]
+    packed = logits_of(params, tokens, positions, CAUSAL & same)
+    np.testing.assert_allclose(packed[:, 3:], packed[:, :3], atol=1e-4)
+    joined = logits_of(params, tokens, positions, CAUSAL)
+    assert np.abs(joined[:, 3:] - joined[:, :3]).max() > 0.01
+
+
+def test_scanned_layers_equal_unrolled_ones(params):
+    scanned = forward(scan_layers=True)(stack_layers(params), TOKENS, POSITIONS, CAUSAL)
+    np.testing.assert_allclose(scanned, logits_of(params), atol=1e-4)
+
+
+def test_recomputed_and_scanned_layers_have_the_same_gradient(params):
+    value, gradient = loss_and_gradient()(params)
+    again_value, again = loss_and_gradient(remat=True)(params)
+    scanned_value, scanned = loss_and_gradient(remat=True, scan_layers=True)(stack_layers(params))
+    np.testing.assert_allclose([again_value, scanned_value], [value, value], rtol=1e-5)
+    assert_close_trees(again, gradient)
+    assert_close_trees(unstack_layers(scanned), gradient)
+
+
+def test_stacking_fits_the_scanned_model_and_is_undone_by_unstacking(initial):
+    stacked = stack_layers(initial)
+    expected = jax.tree.map(jnp.shape, nn.unbox(shapes(make(scan_layers=True))))
+    assert jax.tree.map(jnp.shape, stacked) == expected
+    restored = unstack_layers(stacked)
+    assert sorted(restored) == sorted(initial)
+    jax.tree.map(np.testing.assert_array_equal, restored, initial)
+
+
+def test_bfloat16_computation_is_close_with_finite_float32_gradients(initial):
+    tied = {name: value for name, value in initial.items() if name != "unembedding"}
+    value, gradient = loss_and_gradient(tie_embeddings=True, dtype=jnp.bfloat16)(tied)
+    logits = forward(tie_embeddings=True)(tied, TOKENS, POSITIONS, CAUSAL)
+    assert abs(value - cross_entropy(logits[:, :-1], jnp.asarray(TOKENS[:, 1:]))) < 0.01
     for leaf in jax.tree.leaves(gradient):
         assert leaf.dtype == jnp.float32
         assert jnp.isfinite(leaf).all()
         assert jnp.any(leaf != 0)
-    exact = apply(make(tie_embeddings=True), params, TOKENS)
-    np.testing.assert_allclose(logits, exact, atol=0.02 * float(jnp.max(jnp.abs(exact))))
 
 
-def test_tied_logits_read_the_embedding_table():
-    params = parameters(tie_embeddings=True)
-    assert "unembedding" not in params
+def test_tied_logits_read_the_embedding_table(params):
+    assert "unembedding" not in shapes(make(tie_embeddings=True))
+    tied = {name: value for name, value in params.items() if name != "unembedding"}
+    logits = forward(tie_embeddings=True)(tied, TOKENS, POSITIONS, CAUSAL)
     untied = {**params, "unembedding": params["embedding"].T}
-    np.testing.assert_allclose(
-        apply(make(tie_embeddings=True), params, TOKENS), apply(make(), untied, TOKENS), atol=1e-6
-    )
+    np.testing.assert_allclose(logits, logits_of(untied), atol=1e-4)
 
 
-def test_grouped_heads_equal_a_model_with_repeated_heads():
-    params = larger(parameters())
+def test_grouped_heads_equal_a_model_with_repeated_heads(params):
     repeated = {
         name: {**entry, **{key: jnp.repeat(entry[key], 2, axis=1) for key in ("key", "value")}}
         if name.startswith("layer_")
         else entry
         for name, entry in params.items()
     }
-    np.testing.assert_allclose(
-        apply(make(num_kv_heads=None), repeated, TOKENS), apply(make(), params, TOKENS), atol=1e-4
-    )
+    logits = forward(num_kv_heads=None)(repeated, TOKENS, POSITIONS, CAUSAL)
+    np.testing.assert_allclose(logits, logits_of(params), atol=1e-4)
 
 
-def test_a_loop_with_a_key_cache_gives_the_same_logits():
-    model, params = make(), larger(parameters())
-    block = decoder_block(model)
-    caches = [[] for _ in range(model.num_layers)]
+def test_a_loop_with_a_key_cache_gives_the_same_logits(params):
+    model, block = make(), decoder_block(make())
+
+    @jax.jit
+    def step(tokens, place, caches, slots):
+        """One token through every layer; `slots` holds the position in each cache slot."""
+        positions = jnp.broadcast_to(place, (2, 1))
+        slots = slots.at[:, place].set(place)
+        x: Any = model.apply({"params": params}, tokens, method="embed")
+        filled = []
+        for layer, (keys, values) in enumerate(caches):
+            weights = {"params": params[f"layer_{layer}"]}
+            projected: Any = block.apply(weights, x, positions, method="project")
+            query, key, value = projected
+            keys, values = keys.at[:, place].set(key[:, 0]), values.at[:, place].set(value[:, 0])
+            attended = dot_product_attention(query, keys, values, causal_mask(positions, slots))
+            x = block.apply(weights, x, attended, method="merge")
+            filled.append((keys, values))
+        logits = model.apply({"params": params}, x, method="unembed")
+        return logits, filled, slots
+
+    empty = jnp.zeros((2, 6, 2, 4))
+    caches, slots = [(empty, empty)] * 2, jnp.full((2, 6), jnp.iinfo(jnp.int32).max)
     logits = []
-    for step in range(TOKENS.shape[1]):
-        positions = jnp.full((2, 1), step, jnp.int32)
-        x = apply(model, params, TOKENS[:, step : step + 1], method="embed")
-        for layer, cache in enumerate(caches):
-            weights = params[f"layer_{layer}"]
-            query, key, value = apply(block, weights, x, positions, method="project")
-            cache.append((key, value))
-            keys, values = (jnp.concatenate(parts, axis=1) for parts in zip(*cache, strict=True))
-            attended = dot_product_attention(query, keys, values)
-            x = apply(block, weights, x, attended, method="merge")
-        logits.append(apply(model, params, x, method="unembed"))
-    np.testing.assert_allclose(
-        jnp.concatenate(logits, axis=1), apply(model, params, TOKENS), atol=1e-4
-    )
+    for place in range(6):
+        tokens = jnp.asarray(TOKENS[:, place : place + 1])
+        row, caches, slots = step(tokens, jnp.int32(place), caches, slots)
+        logits.append(row)
+    np.testing.assert_allclose(np.concatenate(logits, axis=1), logits_of(params), atol=1e-4)
 
 
-def test_a_few_steps_of_descent_lower_the_loss():
-    model, params = make(), parameters()
-    step = jax.jit(jax.value_and_grad(functools.partial(loss, model)))
+def test_a_few_steps_of_descent_lower_the_loss(initial):
+    params, step = initial, loss_and_gradient()
     first, _ = step(params)
     np.testing.assert_allclose(first, np.log(11), atol=0.05)
     for _ in range(20):
@@ -272,12 +300,11 @@ def test_sizes_that_do_not_fit_are_refused_at_construction(changes, message):
         make(**changes)
 
 
-def test_trees_of_the_wrong_form_are_refused():
-    params = parameters()
-    gap = {name: value for name, value in params.items() if name != "layer_0"}
+def test_trees_of_the_wrong_form_are_refused(initial):
+    gap = {name: value for name, value in initial.items() if name != "layer_0"}
     with pytest.raises(ValueError, match="without a gap"):
         stack_layers(gap)
     with pytest.raises(ValueError, match="without a gap"):
-        stack_layers({"embedding": params["embedding"]})
+        stack_layers({"embedding": initial["embedding"]})
     with pytest.raises(ValueError, match="need one named layers"):
-        unstack_layers(params)
+        unstack_layers(initial)

@@ -74,11 +74,12 @@ def test_keys_that_are_masked_out_have_no_influence():
 
 
 def test_softmax_of_narrow_input_is_taken_in_float32():
-    narrow = [x.astype(jnp.bfloat16) for x in (QUERY, KEY, VALUE)]
-    output = dot_product_attention(*narrow, MASK)
+    query, key, value = (x.astype(jnp.bfloat16) for x in (QUERY, KEY, VALUE))
+    output = dot_product_attention(query, key, value, MASK)
     assert output.dtype == jnp.bfloat16
     # The weights lose at most 2^-8 of themselves on the way to the values, the output again.
-    expected = reference(*[x.astype(jnp.float32) for x in narrow], MASK, 6**-0.5)
+    query, key, value = (x.astype(jnp.float32) for x in (query, key, value))
+    expected = reference(query, key, value, MASK, 6**-0.5)
     bound = 2**-7 * np.abs(np.asarray(VALUE)).max()
     np.testing.assert_allclose(output.astype(jnp.float32), expected, atol=bound)
 
@@ -94,9 +95,10 @@ def test_scores_of_narrow_input_are_not_rounded():
 
 def test_wide_input_stays_wide():
     with jax.enable_x64(True):
-        wide = [jnp.asarray(np.asarray(x, np.float64)) for x in (QUERY, KEY, VALUE)]
-        output = dot_product_attention(*wide, MASK)
-        np.testing.assert_allclose(output, reference(*wide, MASK, 6**-0.5), rtol=1e-11)
+        query, key, value = (jnp.asarray(np.asarray(x, np.float64)) for x in (QUERY, KEY, VALUE))
+        output = dot_product_attention(query, key, value, MASK)
+        expected = reference(query, key, value, MASK, 6**-0.5)
+        np.testing.assert_allclose(output, expected, rtol=1e-11, atol=1e-13)
 
 
 def test_one_mask_serves_every_row_of_a_batch():

@@ -67,8 +67,8 @@ def test_narrow_input_keeps_its_type_and_is_turned_in_float32():
 
 def test_wide_input_is_turned_exactly():
     with jax.enable_x64(True):
-        x = jnp.asarray(np.random.default_rng(0).normal(size=(1, 1, 1, 2)))
-        turned = apply_rotary(x, jnp.array([[3]], jnp.int32), rotary_frequencies(2))
+        x = np.random.default_rng(0).normal(size=(1, 1, 1, 2))
+        turned = apply_rotary(jnp.asarray(x), jnp.array([[3]], jnp.int32), rotary_frequencies(2))
         expected = (x[..., 0] + 1j * x[..., 1]) * np.exp(3j)
         np.testing.assert_allclose(turned[..., 0], expected.real, rtol=1e-13)
         np.testing.assert_allclose(turned[..., 1], expected.imag, rtol=1e-13)
