@@ -175,6 +175,9 @@ def test_fit_of_the_training_fraction_alone():
     # m = 0 predicts a constant there: it is skipped.
     fit = trec.fit_training_fraction(trec.predict_trec(c, m=0.03, p=0.0), c, p=0.0)
     np.testing.assert_allclose(fit.m, 0.03, atol=1e-4)
+    opposed = trec.fit_training_fraction(np.arange(100.0), c, p=0.0)
+    assert -1 <= opposed.r < -0.5
+    assert opposed.at_edge
 
 
 def test_fit_misuse():
@@ -340,6 +343,9 @@ def test_place_lowest():
     np.testing.assert_array_equal(trec.place_lowest(curve, 2 / 3), [1, 3, 4, 5])
     np.testing.assert_array_equal(trec.place_lowest(curve, 1.0), range(6))
     np.testing.assert_array_equal(trec.place_lowest(curve, 1e-9), [1])
+    np.testing.assert_array_equal(
+        trec.place_lowest(np.tile([1.0, 0.0], 500), 0.1), range(1, 200, 2)
+    )
 
 
 def test_curriculum():

@@ -5,18 +5,13 @@ import pytest
 
 from jaxlab.ops.attention import causal_mask, dot_product_attention
 
+RANDOM = np.random.default_rng(0)
+QUERY = jnp.asarray(RANDOM.normal(size=(2, 3, 4, 6)), jnp.float32)
+KEY = jnp.asarray(RANDOM.normal(size=(2, 5, 2, 6)), jnp.float32)
+VALUE = jnp.asarray(RANDOM.normal(size=(2, 5, 2, 7)), jnp.float32)
+MASK = jnp.asarray((RANDOM.random((2, 1, 3, 5)) < 0.6) | (np.arange(5) == 0))
 
-@pytest.fixture(autouse=True)
-def strict_types_and_ranks():
-    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
-        yield
-
-
-KEYS = jax.random.split(jax.random.key(0), 4)
-QUERY = jax.random.normal(KEYS[0], (2, 3, 4, 6))
-KEY = jax.random.normal(KEYS[1], (2, 5, 2, 6))
-VALUE = jax.random.normal(KEYS[2], (2, 5, 2, 7))
-MASK = jax.random.bernoulli(KEYS[3], 0.6, (2, 1, 3, 5)).at[:, :, :, 0].set(True)
+attend = jax.jit(dot_product_attention, static_argnames="scale")
 
 
 def reference(query, key, value, mask, scale):
@@ -31,22 +26,20 @@ def reference(query, key, value, mask, scale):
 
 
 def test_grouped_heads_match_a_loop_over_heads():
-    output = dot_product_attention(QUERY, KEY, VALUE, MASK)
+    output = attend(QUERY, KEY, VALUE, MASK)
     np.testing.assert_allclose(output, reference(QUERY, KEY, VALUE, MASK, 6**-0.5), atol=1e-5)
-    unmasked = dot_product_attention(QUERY, KEY, VALUE, scale=0.3)
+    unmasked = attend(QUERY, KEY, VALUE, scale=0.3)
     everywhere = np.ones(MASK.shape)
     np.testing.assert_allclose(unmasked, reference(QUERY, KEY, VALUE, everywhere, 0.3), atol=1e-5)
 
 
 def test_grouped_heads_equal_repeated_key_value_heads():
-    repeated = dot_product_attention(
-        QUERY, jnp.repeat(KEY, 2, axis=2), jnp.repeat(VALUE, 2, axis=2), MASK
-    )
-    np.testing.assert_allclose(dot_product_attention(QUERY, KEY, VALUE, MASK), repeated, atol=1e-6)
+    repeated = attend(QUERY, jnp.repeat(KEY, 2, axis=2), jnp.repeat(VALUE, 2, axis=2), MASK)
+    np.testing.assert_allclose(attend(QUERY, KEY, VALUE, MASK), repeated, atol=1e-6)
 
 
 def test_equal_scores_average_the_admitted_values():
-    output = dot_product_attention(jnp.zeros_like(QUERY), KEY, VALUE, MASK)
+    output = attend(jnp.zeros_like(QUERY), KEY, VALUE, MASK)
     admitted = np.asarray(MASK[0, 0, 1])
     expected = np.asarray(VALUE[0])[admitted, 0].mean(axis=0)
     np.testing.assert_allclose(output[0, 1, 0], expected, atol=1e-6)
@@ -56,11 +49,11 @@ def test_a_query_without_keys_reads_zeros_and_has_finite_gradients():
     mask = MASK.at[0, 0, 1].set(False)
 
     def total(query, key, value):
-        return jnp.sum(dot_product_attention(query, key, value, mask))
+        return jnp.sum(attend(query, key, value, mask))
 
-    output = dot_product_attention(QUERY, KEY, VALUE, mask)
+    output = attend(QUERY, KEY, VALUE, mask)
     np.testing.assert_array_equal(output[0, 1], jnp.zeros_like(output[0, 1]))
-    gradients = jax.grad(total, argnums=(0, 1, 2))(QUERY, KEY, VALUE)
+    gradients = jax.jit(jax.grad(total, argnums=(0, 1, 2)))(QUERY, KEY, VALUE)
     assert all(jnp.isfinite(gradient).all() for gradient in gradients)
     np.testing.assert_array_equal(gradients[0][0, 1], jnp.zeros_like(QUERY[0, 1]))
 
@@ -68,14 +61,14 @@ def test_a_query_without_keys_reads_zeros_and_has_finite_gradients():
 def test_keys_that_are_masked_out_have_no_influence():
     hidden = ~MASK[:, 0, 0]
     changed = jnp.where(hidden[:, :, None, None], VALUE + 100.0, VALUE)
-    output = dot_product_attention(QUERY, KEY, changed, MASK)
-    plain = dot_product_attention(QUERY, KEY, VALUE, MASK)
+    output = attend(QUERY, KEY, changed, MASK)
+    plain = attend(QUERY, KEY, VALUE, MASK)
     np.testing.assert_array_equal(output[:, 0], plain[:, 0])
 
 
 def test_softmax_of_narrow_input_is_taken_in_float32():
     query, key, value = (x.astype(jnp.bfloat16) for x in (QUERY, KEY, VALUE))
-    output = dot_product_attention(query, key, value, MASK)
+    output = attend(query, key, value, MASK)
     assert output.dtype == jnp.bfloat16
     # The weights lose at most 2^-8 of themselves on the way to the values, the output again.
     query, key, value = (x.astype(jnp.float32) for x in (query, key, value))
@@ -89,14 +82,14 @@ def test_scores_of_narrow_input_are_not_rounded():
     query = jnp.ones((1, 1, 1, 2), jnp.bfloat16)
     key = jnp.array([[256.0, 1.0], [256.0, 0.0]], jnp.bfloat16)[None, :, None, :]
     value = jnp.eye(2, dtype=jnp.bfloat16)[None, :, None, :]
-    weights = dot_product_attention(query, key, value, scale=1.0).astype(jnp.float32)
+    weights = attend(query, key, value, scale=1.0).astype(jnp.float32)
     np.testing.assert_allclose(weights[0, 0, 0, 0], 1 / (1 + np.exp(-1)), rtol=2**-7)
 
 
 def test_wide_input_stays_wide():
     with jax.enable_x64(True):
         query, key, value = (jnp.asarray(np.asarray(x, np.float64)) for x in (QUERY, KEY, VALUE))
-        output = dot_product_attention(query, key, value, MASK)
+        output = attend(query, key, value, MASK)
         expected = reference(query, key, value, MASK, 6**-0.5)
         np.testing.assert_allclose(output, expected, rtol=1e-11, atol=1e-13)
 
@@ -105,15 +98,15 @@ def test_one_mask_serves_every_row_of_a_batch():
     shared = MASK[:1]
     repeated = jnp.broadcast_to(shared, MASK.shape)
     np.testing.assert_array_equal(
-        dot_product_attention(QUERY, KEY, VALUE, shared),
-        dot_product_attention(QUERY, KEY, VALUE, repeated),
+        attend(QUERY, KEY, VALUE, shared),
+        attend(QUERY, KEY, VALUE, repeated),
     )
 
 
 def test_jit_and_vmap_agree_with_the_plain_call():
     stacked = [jnp.stack([x, x[::-1]]) for x in (QUERY, KEY, VALUE, MASK)]
     mapped = jax.jit(jax.vmap(dot_product_attention))(*stacked)
-    plain = dot_product_attention(QUERY, KEY, VALUE, MASK)
+    plain = attend(QUERY, KEY, VALUE, MASK)
     np.testing.assert_allclose(mapped, jnp.stack([plain, plain[::-1]]), atol=1e-6)
 
 

@@ -5,14 +5,7 @@ import pytest
 
 from jaxlab.ops.losses import cross_entropy, cross_entropy_per_token
 
-
-@pytest.fixture(autouse=True)
-def strict_types_and_ranks():
-    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
-        yield
-
-
-LOGITS = jax.random.normal(jax.random.key(0), (2, 3, 5))
+LOGITS = jnp.asarray(np.random.default_rng(0).normal(size=(2, 3, 5)), jnp.float32)
 TARGETS = jnp.array([[0, 4, 2], [1, 1, 3]])
 MASK = jnp.array([[True, False, True], [False, False, True]])
 
@@ -21,6 +14,13 @@ def reference(logits, targets):
     exponentials = np.exp(np.asarray(logits, np.float64))
     probabilities = exponentials / exponentials.sum(-1, keepdims=True)
     return -np.log(np.take_along_axis(probabilities, np.asarray(targets)[..., None], -1)[..., 0])
+
+
+def test_these_tests_run_under_strict_types_and_ranks():
+    with pytest.raises(jax.dtypes.TypePromotionError):
+        jnp.add(jnp.ones(2), jnp.ones(2, jnp.int32))
+    with pytest.raises(ValueError, match="rank_promotion"):
+        jnp.add(jnp.ones((2, 2)), jnp.ones(2))
 
 
 def test_each_token_costs_its_negative_log_probability():
@@ -60,7 +60,9 @@ def test_weights_make_a_weighted_mean():
 
 
 def test_an_empty_mask_gives_zero_and_a_zero_gradient():
-    value, gradient = jax.value_and_grad(cross_entropy)(LOGITS, TARGETS, jnp.zeros_like(MASK))
+    value, gradient = jax.jit(jax.value_and_grad(cross_entropy))(
+        LOGITS, TARGETS, jnp.zeros_like(MASK)
+    )
     assert value == 0
     np.testing.assert_array_equal(gradient, jnp.zeros_like(LOGITS))
 
@@ -74,7 +76,7 @@ def test_masked_targets_may_be_out_of_range():
 
 
 def test_the_gradient_is_the_softmax_minus_the_target():
-    gradient = jax.grad(cross_entropy)(LOGITS, TARGETS)
+    gradient = jax.jit(jax.grad(cross_entropy))(LOGITS, TARGETS)
     expected = (jax.nn.softmax(LOGITS) - jax.nn.one_hot(TARGETS, 5)) / TARGETS.size
     np.testing.assert_allclose(gradient, expected, atol=1e-6)
 

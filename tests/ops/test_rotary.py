@@ -5,14 +5,7 @@ import pytest
 
 from jaxlab.ops.rotary import apply_rotary, rotary_frequencies
 
-
-@pytest.fixture(autouse=True)
-def strict_types_and_ranks():
-    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
-        yield
-
-
-X = jax.random.normal(jax.random.key(0), (2, 3, 2, 8))
+X = jnp.asarray(np.random.default_rng(0).normal(size=(2, 3, 2, 8)), jnp.float32)
 POSITIONS = jnp.array([[0, 1, 2], [5, 6, 40]])
 
 

@@ -42,8 +42,7 @@ def d2z_valley(tau: float | np.ndarray, m: float | np.ndarray, p: float = 0.5) -
         s = (low + high) / 2
         above = p * (tau - s**2) * (1 - s) > m * tau * s
         low, high = np.where(above, s, low), np.where(above, high, s)
-    ema_peak = np.minimum(1.0, np.sqrt(tau))
-    return plain(np, 1 - np.where(m == 0, ema_peak, (low + high) / 2))
+    return plain(np, 1 - (low + high) / 2)
 
 
 def linear_ema_peak(tau: float | np.ndarray, final_ratio: float | np.ndarray) -> Any:
