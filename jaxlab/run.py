@@ -134,9 +134,13 @@ def _help(assignments: list[str]) -> str:
 def _method_help(slug: str) -> str:
     entry = registry.find_method(slug)
     cls = registry.config_class(slug)
-    defaults = flatten(to_dict(cls()))
-    lines = [f"{slug}: {entry.summary}", f"variants: {', '.join(entry.variants)}",
-             f"presets: {', '.join(entry.presets)}", ""]
+    defaults = flatten(to_dict(composition.validate(slug, {})))
+    lines = [
+        f"{slug}: {entry.summary}",
+        f"variants: {', '.join(entry.variants)}",
+        f"presets: {', '.join(entry.presets)}",
+        "",
+    ]
     groups = {
         "what is computed (identity; * may vary within one sweep program)": "identity",
         "how much of it": "extent",

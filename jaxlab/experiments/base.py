@@ -41,10 +41,12 @@ Role = Literal["identity", "extent", "execution"]
 @dataclass_transform(frozen_default=True, kw_only_default=True)
 def configuration(cls: type[C]) -> type[C]:
     """Class decorator: a frozen, keyword-only, validated dataclass that refuses unknown fields."""
-    return pydantic_dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))(cls)
+    return pydantic_dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))(cls)  # pyright: ignore[reportReturnType]
 
 
-def option(description: str, *, role: Role = "identity", traced: bool = False, **bounds: Any) -> Any:
+def option(
+    description: str, *, role: Role = "identity", traced: bool = False, **bounds: Any
+) -> Any:
     """Describes a field, for use inside `typing.Annotated`.
 
     Args:
@@ -80,16 +82,22 @@ class RunConfig:
         ),
     ] = 100
     replicates: Annotated[
-        int, option("How often the study is repeated with other seeds.", role="extent", ge=1, le=4096)
+        int,
+        option("How often the study is repeated with other seeds.", role="extent", ge=1, le=4096),
     ] = 4
     run_dir: Annotated[
         str | None,
-        option("Where files go; default runs/<method>/<digest of the settings>.", role="execution"),
+        option(
+            "Where files go; default runs/<method>/<digest of the settings>.",
+            role="execution",
+            min_length=1,
+        ),
     ] = None
     trial_axis: Annotated[
         Literal["auto", "loop", "vmap"],
-        option("How trials and replicates share the machine: one by one, or batched.",
-               role="execution"),
+        option(
+            "How trials and replicates share the machine: one by one, or batched.", role="execution"
+        ),
     ] = "auto"
     steps_per_dispatch: Annotated[
         int | Literal["auto"],
@@ -107,8 +115,10 @@ class RunConfig:
     ] = 10
     compilation_cache: Annotated[
         str,
-        option("Folder of compiled programs, or auto (the user's cache folder), or off.",
-               role="execution"),
+        option(
+            "Folder of compiled programs, or auto (the user's cache folder), or off.",
+            role="execution",
+        ),
     ] = "auto"
     tensorboard: Annotated[bool, option("Write TensorBoard events.", role="execution")] = True
     quiet: Annotated[bool, option("Print nothing but errors.", role="execution")] = False

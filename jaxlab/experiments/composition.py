@@ -55,8 +55,7 @@ def register_defaults(methods: Iterable[str]) -> None:
     """Makes the dataclass defaults of these methods known to Hydra, as the group `defaults`."""
     store = ConfigStore.instance()
     for slug in methods:
-        cls = registry.config_class(slug)
-        store.store(group="defaults", name=slug, node=to_dict(cls()))
+        store.store(group="defaults", name=slug, node=to_dict(validate(slug, {})))
 
 
 def prepare_overrides(words: Sequence[str], *, multirun: bool = False) -> list[str]:
@@ -103,7 +102,9 @@ def _parse(word: str, multirun: bool) -> Override:
         override = OverridesParser.create().parse_override(word)
     except HydraException as error:
         first = str(error).splitlines()[0]
-        raise UserError(key, value, f"cannot be read ({first}); quote it: {key}='\"...\"'") from None
+        raise UserError(
+            key, value, f"cannot be read ({first}); quote it: {key}='\"...\"'"
+        ) from None
     if override.is_sweep_override() and not multirun:
         raise UserError(key, value, "several values need -m (a sweep), or quotes if it is text")
     return override
@@ -120,7 +121,7 @@ def _quote_text(word: str, fields: Mapping[str, Any], multirun: bool) -> str:
         return word
     if multirun and key not in ("run_dir", "compilation_cache"):
         return word
-    escaped = re.sub(r"(\\*)'", r"\1\1\\'", value)
+    escaped = re.sub(r"(\\*)'", r"\1\1\\'", value).replace("${", "\\${")
     trailing = len(escaped) - len(escaped.rstrip("\\"))
     return f"{key}='{escaped}{trailing * chr(92)}'"
 
@@ -208,29 +209,40 @@ def validate(slug: str, tree: Any) -> RunConfig:
 
 
 def _explain(error: ValidationError, cls: type[RunConfig]) -> UserError:
+    """The first problem as field, value and what is allowed."""
     fields = config_fields(cls)
     problems = error.errors()
     first = problems[0]
-    if not first["loc"] or first["type"] == "value_error":
+    if first["type"] == "value_error":  # raised by a configuration's own check, in our form
         field, _, rest = first["msg"].removeprefix("Value error, ").partition("=")
         value, _, allowed = rest.partition(": ")
         return UserError(field, value, allowed)
+    # The location of a union goes on with the names of its members.
     names = [str(part) for part in first["loc"]]
-    field = next((".".join(names[:n]) for n in range(len(names), 0, -1)
-                  if ".".join(names[:n]) in fields), ".".join(names))
-    if first["type"] == "unexpected_keyword_argument":
-        return UserError(field, first["input"],
-                         f"unknown field; {registry.nearest(field, list(fields))}")
-    same = [p for p in problems if p["loc"][: field.count(".") + 1] == first["loc"][
-        : field.count(".") + 1]]
-    allowed = " or ".join(dict.fromkeys(
-        p["msg"].removeprefix("Input should be ").replace(", unable to parse string as an integer", "")
-        .replace(", unable to parse string as a number", "")
-        .replace(", unable to interpret input", "") for p in same))
-    options = [str(o) for o in get_args(fields[field].annotation)] if field in fields else []
+    prefixes = [".".join(names[:n]) for n in range(len(names), 0, -1)]
+    field = next((prefix for prefix in prefixes if prefix in fields), prefixes[0])
+    if field not in fields:
+        problem = f"unknown field; {registry.nearest(field, list(fields))}"
+        return UserError(field, first["input"], problem)
     if first["type"] == "literal_error":
+        options = [str(choice) for choice in get_args(fields[field].annotation)]
         return UserError(field, first["input"], registry.nearest(str(first["input"]), options))
-    return UserError(field, first["input"], f"must be {allowed}")
+    depth = field.count(".") + 1
+    allowed = " or ".join(
+        dict.fromkeys(_wish(p["msg"]) for p in problems if p["loc"][:depth] == first["loc"][:depth])
+    )
+    return UserError(field, first["input"], f"must {allowed}")
+
+
+def _wish(message: str) -> str:
+    """Pydantic's sentence as what follows "must".
+
+    >>> _wish("Input should be a valid integer, unable to parse string as an integer")
+    'be a valid integer'
+    >>> _wish("String should have at least 1 character")
+    'have at least 1 character'
+    """
+    return message.partition("should ")[2].partition(", unable to")[0] or message
 
 
 def expand_sweep(overrides: Sequence[str]) -> list[list[str]]:
@@ -242,7 +254,8 @@ def expand_sweep(overrides: Sequence[str]) -> list[list[str]]:
     parsed = OverridesParser.create().parse_overrides(list(overrides))
     choices = [
         [f"{o.get_key_element()}={value}" for value in o.sweep_string_iterator()]
-        if o.is_sweep_override() else [o.input_line or ""]
+        if o.is_sweep_override()
+        else [o.input_line or ""]
         for o in parsed
     ]
     product = 1
@@ -256,8 +269,9 @@ def expand_sweep(overrides: Sequence[str]) -> list[list[str]]:
     ]
 
 
-def make_config(method: str, *, variant: str | None = None, preset: str = "cpu",
-                **overrides: Any) -> RunConfig:
+def make_config(
+    method: str, *, variant: str | None = None, preset: str = "cpu", **overrides: Any
+) -> RunConfig:
     """A configuration from Python values: the preset's, changed by the keywords.
 
     Args:

@@ -23,8 +23,18 @@ from jaxlab.experiments.base import RunConfig
 __all__ = ["describe_environment", "peak_memory", "stop_requests", "use_compilation_cache"]
 
 _PACKAGES = (
-    "jaxlab", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "chex", "numpy",
-    "scipy", "hydra-core", "pydantic",
+    "jaxlab",
+    "jax",
+    "jaxlib",
+    "flax",
+    "optax",
+    "orbax-checkpoint",
+    "grain",
+    "chex",
+    "numpy",
+    "scipy",
+    "hydra-core",
+    "pydantic",
 )
 
 
@@ -128,7 +138,10 @@ def _git_revision() -> str | None:
     try:
         revision, changes = (
             subprocess.run(
-                ["git", "-C", str(root), *words], capture_output=True, text=True, timeout=10,
+                ["git", "-C", str(root), *words],
+                capture_output=True,
+                text=True,
+                timeout=10,
                 check=True,
             ).stdout.strip()
             for words in (["rev-parse", "HEAD"], ["status", "--porcelain", "-uno"])

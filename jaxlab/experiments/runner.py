@@ -102,8 +102,10 @@ def _check_foreign(path: epath.Path) -> None:
     others = sorted(item.name for item in path.iterdir() if item.name not in _OWN_FILES)
     if others:
         raise UserError(
-            "run_dir", path, f"holds other files ({others[0]}, ...); allowed: a new or empty "
-            "folder, or one of a run"
+            "run_dir",
+            path,
+            f"holds other files ({others[0]}, ...); allowed: a new or empty "
+            "folder, or one of a run",
         )
 
 
@@ -135,12 +137,15 @@ def _compare(config: RunConfig, path: epath.Path) -> None:
         key = others[0]
         more = f" ({len(others) - 1} more fields differ)" if len(others) > 1 else ""
         raise UserError(
-            key, new.get(key), f"the run in {path} has {old.get(key)}{more}; "
-            "choose another run_dir or the same settings"
+            key,
+            new.get(key),
+            f"the run in {path} has {old.get(key)}{more}; "
+            "choose another run_dir or the same settings",
         )
     if config.replicates < saved.replicates:
         raise UserError(
-            "replicates", config.replicates,
+            "replicates",
+            config.replicates,
             f"the run in {path} has {saved.replicates}; allowed: as many or more",
         )
     if different:

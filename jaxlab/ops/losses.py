@@ -70,7 +70,8 @@ def cross_entropy(
         return jnp.mean(cross_entropy_per_token(logits, targets))
     if mask.shape != targets.shape:
         raise ValueError(f"mask has shape {mask.shape}; targets has {targets.shape}")
-    # A masked target may be out of range, whose loss is NaN: replace it before the lookup.
+    # A masked target may be out of range: its NaN would not reach the sum, but would stop a run
+    # that checks for NaN.
     counted = mask.astype(jnp.bool_)
     losses = cross_entropy_per_token(logits, jnp.where(counted, targets, jnp.zeros_like(targets)))
     weights = mask.astype(losses.dtype)

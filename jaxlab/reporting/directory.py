@@ -1,9 +1,9 @@
 """The folder of a run: who owns it, and what lies where.
 
-    config.yaml        all settings          checkpoints/     by program
-    environment.json   versions, devices     tensorboard/     events
-    metrics.jsonl      one line a log step   figures/*.png
-    result.json        metrics and claims    report.md
+config.yaml        all settings          checkpoints/     by program
+environment.json   versions, devices     tensorboard/     events
+metrics.jsonl      one line a log step   figures/*.png
+result.json        metrics and claims    report.md
 """
 
 from __future__ import annotations
@@ -114,7 +114,8 @@ def _acquire(file: IO[str], path: epath.Path) -> None:
     elsewhere = owner["host"] not in (host, "") and age < _STALE_SECONDS
     if not free or elsewhere:
         raise UserError(
-            "run_dir", path,
+            "run_dir",
+            path,
             f"in use by process {owner['pid'] or 'unknown'} on {owner['host'] or host}; "
             "wait for it, stop it, or choose another run_dir",
         )

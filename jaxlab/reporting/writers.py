@@ -91,6 +91,7 @@ class _FileObserver(abc.ABC):
 
     def advance(self, phase: str, done: int, loss: float | None, compile_seconds: float) -> None:
         """Files hold metrics, not progress."""
+        del phase, done, loss, compile_seconds
 
 
 class JsonLines(_FileObserver):
@@ -232,8 +233,11 @@ class Progress:
         from rich.progress import Progress as RichProgress
 
         self._bar = RichProgress(
-            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
-            TextColumn("{task.fields[note]}"), console=Console(file=self._stream),
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[note]}"),
+            console=Console(file=self._stream),
         )
         self._bar.start()
         note = "compiling"
@@ -254,6 +258,7 @@ class Progress:
 
     def metrics(self, step: int, values: Mapping[str, np.ndarray]) -> None:
         """The loss in `advance` is enough for a terminal."""
+        del step, values
 
     def _print(self, line: str) -> None:
         print(line, file=self._stream, flush=True)

@@ -50,8 +50,12 @@ def launch(
         configs.append(composition.validate(tree["method"], tree))
         returns.append(
             JobReturn(
-                overrides=overrides, cfg=whole, hydra_cfg=OmegaConf.create({"hydra": hydra_node}),
-                working_dir=configs[-1].run_dir, status=JobStatus.COMPLETED, _return_value=None,
+                overrides=overrides,
+                cfg=whole,
+                hydra_cfg=OmegaConf.create({"hydra": hydra_node}),
+                working_dir=configs[-1].run_dir,
+                status=JobStatus.COMPLETED,
+                _return_value=None,
             )
         )
     groups = group_trials(configs)

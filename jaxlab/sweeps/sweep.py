@@ -110,4 +110,3 @@ def summarize(configs: Sequence[RunConfig], folder: epath.Path) -> list[dict[str
         print(text)
         print(folder / "sweep.json")
     return rows
-

@@ -171,9 +171,9 @@ class CheckpointStore:
 
     def _restore(self, step: int, abstract_state: Any) -> Restored:
         abstract_state = jax.tree.map(_with_sharding, abstract_state)
-        record = self._manager.restore(
-            step, args=ocp.args.Composite(meta=ocp.args.JsonRestore())
-        )["meta"]
+        record = self._manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore()))[
+            "meta"
+        ]
         dtypes = record["history_dtypes"]
         abstract_history = {
             "arrays": {

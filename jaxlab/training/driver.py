@@ -152,8 +152,9 @@ def drive(
     final |= lanes.summarize(states)
     shape = (program.num_trials, len(seeds))
     arrays = history | {name: v.reshape(shape + v.shape[1:]) for name, v in final.items()}
-    compile_seconds = sum({id(x): x.compile_seconds for x in
-                           [lanes, *(cohort.lanes for cohort in cohorts)]}.values())
+    compile_seconds = sum(
+        {id(x): x.compile_seconds for x in [lanes, *(cohort.lanes for cohort in cohorts)]}.values()
+    )
     return Outcome(
         arrays,
         lanes.split(states),
@@ -271,7 +272,8 @@ class _Cohort:
         meta = restored.meta
         if meta["fingerprint"] != self.program.fingerprint:
             raise UserError(
-                "data", self.program.fingerprint,
+                "data",
+                self.program.fingerprint,
                 f"the run was started on other data ({meta['fingerprint']}); use another run_dir",
             )
         self._keep_layout(meta)
@@ -496,7 +498,5 @@ def _next_replicates(lanes: Lanes, states: list[Any], replicates: int) -> list[A
     if replicates < 2:
         raise ValueError(f"replicates={replicates}: an evaluation with peer needs at least 2")
     separate = lanes.split(states)
-    rolled = [
-        separate[i - i % replicates + (i + 1) % replicates] for i in range(len(separate))
-    ]
+    rolled = [separate[i - i % replicates + (i + 1) % replicates] for i in range(len(separate))]
     return lanes.join(rolled)

@@ -138,7 +138,11 @@ class Lanes:
         return jax.vmap(function, in_axes=(0,) * (num_args - 1) + (None,))
 
     def _compile(
-        self, name: str, function: Callable[..., Any], args: tuple[Any, ...], donate: tuple[int, ...]
+        self,
+        name: str,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        donate: tuple[int, ...],
     ) -> Callable[..., Any]:
         """Traces and compiles, once for each group size.
 

@@ -40,9 +40,7 @@ class Evaluation:
 
     def __post_init__(self) -> None:
         if self.num_batches < 1 or (self.every is not None and self.every < 1):
-            raise ValueError(
-                f"num_batches={self.num_batches}, every={self.every}: both at least 1"
-            )
+            raise ValueError(f"num_batches={self.num_batches}, every={self.every}: both at least 1")
         if self.peer and self.every is not None:
             raise ValueError("an evaluation with peer runs once, after training: every=None")
 

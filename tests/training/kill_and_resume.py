@@ -21,8 +21,16 @@ import tempfile
 import time
 
 _COMMAND = (
-    sys.executable, "-m", "jaxlab.run", "method=trec", "preset=test", "steps=1200",
-    "checkpoint_every=40", "eval_every=100", "tensorboard=false", "log_every=10",
+    sys.executable,
+    "-m",
+    "jaxlab.run",
+    "method=trec",
+    "preset=test",
+    "steps=1200",
+    "checkpoint_every=40",
+    "eval_every=100",
+    "tensorboard=false",
+    "log_every=10",
 )
 _TIMES = ("compile_seconds", "run_seconds", "peak_memory_bytes")
 
@@ -30,8 +38,11 @@ _TIMES = ("compile_seconds", "run_seconds", "peak_memory_bytes")
 def start(folder: pathlib.Path) -> subprocess.Popen[str]:
     """Starts, or resumes, the run in a folder."""
     return subprocess.Popen(
-        [*_COMMAND, f"run_dir={folder}"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        text=True, env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        [*_COMMAND, f"run_dir={folder}"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
     )
 
 
@@ -100,8 +111,9 @@ def kill_and_resume(base: pathlib.Path, kills: int, seed: int) -> list[str]:
         except subprocess.TimeoutExpired:
             process.send_signal(signal.SIGKILL)
             process.communicate()
-        newest = sorted(int(path.name) for path in broken.glob("checkpoints/*/*/[0-9]*")
-                        if path.name.isdigit())
+        newest = sorted(
+            int(path.name) for path in broken.glob("checkpoints/*/*/[0-9]*") if path.name.isdigit()
+        )
         lines.append(f"killed {delay:.2f} s after its first sign, checkpoints {newest}")
         if (broken / "result.json").exists():
             lines[-1] += ", finished"

@@ -28,7 +28,7 @@ def state_of(seed):
 
 def raw(tree):
     def plain(leaf):
-        is_key = jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+        is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
         return np.asarray(jax.random.key_data(leaf) if is_key else leaf)
 
     return jax.tree.map(plain, tree)

@@ -3,6 +3,7 @@
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from etils import epath
@@ -25,7 +26,7 @@ def assert_same(first, second):
     for name, value in first.arrays.items():
         np.testing.assert_array_equal(value, second.arrays[name], err_msg=name)
     for a, b in zip(jax.tree.leaves(first.states), jax.tree.leaves(second.states), strict=True):
-        if jax.dtypes.issubdtype(a.dtype, jax.dtypes.prng_key):
+        if jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
             a, b = jax.random.key_data(a), jax.random.key_data(b)
         np.testing.assert_array_equal(a, b)
 
@@ -61,9 +62,7 @@ def test_the_replay_sees_the_training_batches_and_the_next_replicate():
     weights = [np.asarray(state.params["w"]) for state in outcome.states]
     for r, seed in enumerate([100, 101, 102]):
         batch = toy_batch(seed, 17)
-        own, peer = (
-            np.mean((batch["x"] @ weights[i] - batch["y"]) ** 2) for i in (r, (r + 1) % 3)
-        )
+        own, peer = (np.mean((batch["x"] @ weights[i] - batch["y"]) ** 2) for i in (r, (r + 1) % 3))
         assert outcome.arrays["replay/loss"][0, r, 17] == pytest.approx(own, rel=1e-4)
         assert outcome.arrays["replay/gap"][0, r, 17] == pytest.approx(own - peer, rel=1e-3)
 

@@ -32,7 +32,9 @@ def test_merged_trials_read_their_own_batches():
     )
     merged = merge_trials([toy_program(rates=(0.05, 0.1)), other])
     assert merged.num_trials == 3
-    np.testing.assert_array_equal(merged.trials["rate"][:, 0], np.float32([0.05, 0.1, 0.2]))
+    np.testing.assert_array_equal(
+        merged.trials["rate"][:, 0], np.array([0.05, 0.1, 0.2], np.float32)
+    )
     np.testing.assert_array_equal(merged.batches(1, 7, 3)["x"], toy_batch(7, 3)["x"])
     np.testing.assert_array_equal(merged.batches(2, 7, 3)["x"], toy_batch(57, 3)["x"])
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from jaxlab.experiments.trec.config import Config
 from jaxlab.methods import trec
-from jaxlab.reporting.claims import Claim, claim_from_bootstrap
+from jaxlab.reporting.claims import Claim, Direction, claim_from_bootstrap
 from jaxlab.reporting.figures import Figure, Panel, Series
 from jaxlab.reporting.report import Result
 
@@ -51,9 +51,7 @@ def conclude(config: Config, arrays: Mapping[str, Mapping[str, np.ndarray]]) -> 
     if config.reference == "next":
         curves = loss - found["replay/reference_loss"].astype(np.float64)
     mean = curves.mean(axis=0)
-    fit = trec.fit_training_fraction(
-        mean, coefficients, p=config.power, num_bins=config.num_bins
-    )
+    fit = trec.fit_training_fraction(mean, coefficients, p=config.power, num_bins=config.num_bins)
     halves = _halves(len(curves))
     claims: list[Claim] = []
     if halves is not None:
@@ -104,16 +102,32 @@ def _claims(
     halves: tuple[np.ndarray, np.ndarray],
 ) -> list[Claim]:
     name = config.variant
-    rows = (
-        (f"trec.shape.{name}", "r", 0.85, ">=",
-         "The prediction, with m from half of the seeds, correlates with the other half's "
-         "measured curve", _PAPER),
-        (f"trec.shape.{name}.gain", "gain", 0.3, ">=",
-         "The training-fraction term adds to the correlation of EMA coefficients alone (m = 0)",
-         "arXiv 2509.25380, training-fraction term: needed, no number given; piloted here"),
-        (f"trec.argmin.{name}", "gap", 0.10, "<=",
-         "Predicted and measured valley lie within a tenth of the run",
-         "arXiv 2509.25380, placement: best segments lie where predicted; piloted here"),
+    rows: tuple[tuple[str, str, float, Direction, str, str], ...] = (
+        (
+            f"trec.shape.{name}",
+            "r",
+            0.85,
+            ">=",
+            "The prediction, with m from half of the seeds, correlates with the other half's "
+            "measured curve",
+            _PAPER,
+        ),
+        (
+            f"trec.shape.{name}.gain",
+            "gain",
+            0.3,
+            ">=",
+            "The training-fraction term adds to the correlation of EMA coefficients alone (m = 0)",
+            "arXiv 2509.25380, training-fraction term: needed, no number given; piloted here",
+        ),
+        (
+            f"trec.argmin.{name}",
+            "gap",
+            0.10,
+            "<=",
+            "Predicted and measured valley lie within a tenth of the run",
+            "arXiv 2509.25380, placement: best segments lie where predicted; piloted here",
+        ),
     )
     estimate, spread, seeds = _cross_fit(config, curves, coefficients, halves)
     return [
@@ -172,13 +186,18 @@ def _cross_fit(
     estimate = _both_ways(config, *means, coefficients)
     one = _score(config, first, _exponents(config, means[1], coefficients), coefficients)
     two = _score(config, second, _exponents(config, means[0], coefficients), coefficients)
-    seeds = _Scores(*map(np.concatenate, zip(one, two, strict=True)))
+    seeds = _Scores(*(np.concatenate(pair) for pair in zip(one, two, strict=True)))
     if len(first) < 2:
-        return estimate, _Scores(*[np.full(_NUM_RESAMPLES, np.nan)] * 3), seeds
+        unknown = _Scores(*(np.full(_NUM_RESAMPLES, np.nan) for _ in _Scores._fields))
+        return estimate, unknown, seeds
     draw = np.random.default_rng(0)
     counts = [
-        np.stack([np.bincount(row, minlength=len(half))
-                  for row in draw.integers(len(half), size=(_NUM_RESAMPLES, len(half)))])
+        np.stack(
+            [
+                np.bincount(row, minlength=len(half))
+                for row in draw.integers(len(half), size=(_NUM_RESAMPLES, len(half)))
+            ]
+        )
         for half in halves
     ]
     # Few draws differ when seeds are few: every distinct one is fitted once.
@@ -198,9 +217,7 @@ def _both_ways(
 
 
 def _exponents(config: Config, curves: np.ndarray, coefficients: np.ndarray) -> np.ndarray:
-    fit = trec.fit_training_fraction(
-        curves, coefficients, p=config.power, num_bins=config.num_bins
-    )
+    fit = trec.fit_training_fraction(curves, coefficients, p=config.power, num_bins=config.num_bins)
     return np.atleast_1d(fit.m)
 
 
@@ -209,9 +226,7 @@ def _score(
 ) -> _Scores:
     """Scores `[N]` of curves `[N, T]` by exponents `[N]`, or by one for all."""
     measured = trec.bin_curve(curves, config.num_bins)[0]
-    predicted = np.stack(
-        [trec.predict_trec(coefficients, m=m, p=config.power) for m in exponents]
-    )
+    predicted = np.stack([trec.predict_trec(coefficients, m=m, p=config.power) for m in exponents])
     alone = trec.predict_trec(coefficients, m=0.0, p=config.power)[None]
     r, r_alone = (
         trec.pearson(trec.bin_curve(curve, config.num_bins)[0], measured)
@@ -270,9 +285,23 @@ def _figures(
     comparison = Figure(
         "trec",
         "Training re-evaluation curve, measured and predicted",
-        [Panel(_STEP_LABEL, f"loss {what}(nats/token)", [
-            Series(f"measured, {len(curves)} seeds", centres, measured,
-                   measured - error, measured + error, style="points"), *lines])],
+        [
+            Panel(
+                _STEP_LABEL,
+                f"loss {what}(nats/token)",
+                [
+                    Series(
+                        f"measured, {len(curves)} seeds",
+                        centres,
+                        measured,
+                        measured - error,
+                        measured + error,
+                        style="points",
+                    ),
+                    *lines,
+                ],
+            )
+        ],
         "Loss of the final model on the batches of each part of training. Points: mean over "
         "seeds with one standard error. Lines: prediction from AdamW's EMA coefficients, scaled "
         "and shifted to the measurement, since only the shape is predicted.",
@@ -280,15 +309,27 @@ def _figures(
     losses = trec.bin_curve(found["train/loss"].astype(np.float64), bins)[0]
     replayed = trec.bin_curve(found["replay/loss"].astype(np.float64), bins)[0]
     evaluated = np.minimum(
-        np.arange(found["validation/loss"].shape[1]) * config.eval_every / config.steps, 1.0)
+        np.arange(found["validation/loss"].shape[1]) * config.eval_every / config.steps, 1.0
+    )
     training = Figure(
         "training",
         "Training loss",
-        [Panel(_STEP_LABEL, "loss (nats/token)", [
-            Series("on the batch, when it was trained on", centres, losses.mean(axis=0)),
-            Series("on the batch, after training (TREC)", centres, replayed.mean(axis=0)),
-            Series("on validation text" if config.variant == "text" else "on validation data",
-                   evaluated, found["validation/loss"].mean(axis=0), style="points")])],
+        [
+            Panel(
+                _STEP_LABEL,
+                "loss (nats/token)",
+                [
+                    Series("on the batch, when it was trained on", centres, losses.mean(axis=0)),
+                    Series("on the batch, after training (TREC)", centres, replayed.mean(axis=0)),
+                    Series(
+                        "on validation text" if config.variant == "text" else "on validation data",
+                        evaluated,
+                        found["validation/loss"].mean(axis=0),
+                        style="points",
+                    ),
+                ],
+            )
+        ],
         "Mean over seeds. The training loss falls throughout; the re-evaluated one, of the final "
         "weights, dips where the weights still remember.",
     )
@@ -296,10 +337,16 @@ def _figures(
         "coefficients",
         "What AdamW keeps of each update",
         [
-            Panel(_STEP_LABEL, "EMA coefficient times T", [
-                Series("coefficient", steps, coefficients * config.steps)]),
-            Panel(_STEP_LABEL, "learning rate / peak", [
-                Series("schedule", steps, found["alphas"][0] / found["alphas"][0].max())]),
+            Panel(
+                _STEP_LABEL,
+                "EMA coefficient times T",
+                [Series("coefficient", steps, coefficients * config.steps)],
+            ),
+            Panel(
+                _STEP_LABEL,
+                "learning rate / peak",
+                [Series("schedule", steps, found["alphas"][0] / found["alphas"][0].max())],
+            ),
         ],
         "Left: weight of each step's update in the final weights, from the optimiser state. "
         f"Right: the schedule ({config.optimizer.schedule}, tau = {config.optimizer.tau:g}).",

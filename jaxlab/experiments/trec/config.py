@@ -22,8 +22,9 @@ class ModelConfig:
     embed_width: Annotated[int, option("Embedding width of the MLP model.", ge=1)] = 16
     hidden_width: Annotated[
         int | None,
-        option("Width inside the MLP; default 8/3 of the decoder's width, 128 for the MLP model.",
-               ge=1),
+        option(
+            "Width inside the MLP; default 8/3 of the decoder's width, 128 for the MLP model.", ge=1
+        ),
     ] = None
 
 
@@ -50,13 +51,15 @@ class OptimizerConfig:
     decay_fraction: Annotated[
         float, option("Share of the run in which schedule=wsd decays.", traced=True, gt=0, le=1)
     ] = 0.2
-    num_cycles: Annotated[
-        int, option("Triangles of schedule=cyclic.", traced=True, ge=1)
-    ] = 4
+    num_cycles: Annotated[int, option("Triangles of schedule=cyclic.", traced=True, ge=1)] = 4
     tau: Annotated[
         float,
-        option("AdamW's time scale 1/(peak_lr * weight_decay * steps), as a share of the run.",
-               traced=True, gt=0, allow_inf_nan=False),
+        option(
+            "AdamW's time scale 1/(peak_lr * weight_decay * steps), as a share of the run.",
+            traced=True,
+            gt=0,
+            allow_inf_nan=False,
+        ),
     ] = 0.2
     b1: Annotated[float, option("Decay of the first moment.", ge=0, lt=1)] = 0.9
     b2: Annotated[float, option("Decay of the second moment.", ge=0, lt=1)] = 0.95
@@ -138,6 +141,11 @@ class Config(RunConfig):
             raise ValueError(
                 f"optimizer.warmup_fraction={chosen.warmup_fraction}: must leave steps after "
                 f"warm-up, of steps={self.steps}"
+            )
+        if chosen.schedule == "wsd" and (1 - chosen.decay_fraction) * self.steps < warmup_steps:
+            raise ValueError(
+                f"optimizer.decay_fraction={chosen.decay_fraction}: must not begin before "
+                f"warm-up ends, with optimizer.warmup_fraction={chosen.warmup_fraction}"
             )
         if chosen.tau * self.steps <= 1:
             raise ValueError(

@@ -15,8 +15,8 @@ from jaxlab.data.markov import MarkovBatches, entropy_rate, markov_transition
 from jaxlab.data.text import standard_library_corpus
 from jaxlab.data.windows import WindowBatches
 from jaxlab.errors import UserError
-from jaxlab.experiments.trec.config import Config
 from jaxlab.experiments.trec.conclusions import conclude
+from jaxlab.experiments.trec.config import Config
 from jaxlab.methods import trec
 from jaxlab.models.decoder import Decoder
 from jaxlab.models.mlp_lm import MlpLanguageModel
@@ -95,7 +95,9 @@ def build(config: Config) -> list[Program]:
             batches=batches,
             evaluations={
                 "validation": Evaluation(
-                    validate, lambda trial, seed, i: task.validation[i], config.eval_batches,
+                    validate,
+                    lambda trial, seed, i: task.validation[i],
+                    config.eval_batches,
                     every=config.eval_every,
                 ),
                 "replay": _replay(config, task.loss_fn, batches),
@@ -128,7 +130,7 @@ def _trials(config: Config) -> dict[str, np.ndarray]:
 
 
 def _optimizer(config: Config, trial: Any) -> optax.GradientTransformation:
-    def schedule(count: jax.Array) -> jax.Array:
+    def schedule(count: Any) -> Any:
         return trial["learning_rate"][count]
 
     decay = trial["weight_decay"]
@@ -230,4 +232,3 @@ def _mlp_task(config: Config) -> _Task:
     entropy = entropy_rate(transition)
     name = f"Markov chain {config.data.chain_seed}, {entropy:.4f} nats a token"
     return _Task(loss_fn, init, source, source(_VALIDATION_SEED), name)
-

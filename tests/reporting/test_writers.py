@@ -1,0 +1,128 @@
+"""Metrics on disk, progress on screen."""
+
+import dataclasses
+import io
+import json
+
+import numpy as np
+import pytest
+from etils import epath
+
+from jaxlab.reporting.writers import JsonLines, Observers, Progress, TensorBoard
+
+
+@dataclasses.dataclass(frozen=True)
+class FakeLane:
+    trial: int
+    seed: int
+
+
+LANES = [FakeLane(0, 100), FakeLane(0, 101)]
+
+
+def write(writer, steps, lanes=LANES, begin=0):
+    writer.begin("toy", lanes, "train", begin, 100, 0.0)
+    for step in steps:
+        writer.metrics(step, {"train/loss": np.array([step, 2 * step], np.float32)})
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.fixture
+def path(tmp_path):
+    return epath.Path(tmp_path) / "metrics.jsonl"
+
+
+def test_one_line_a_step(path):
+    writer = JsonLines(path)
+    write(writer, [10, 20])
+    writer.close()
+    assert lines(path)[1] == {
+        "step": 20,
+        "program": "toy",
+        "seeds": [100, 101],
+        "trials": [0, 0],
+        "train/loss": [20.0, 40.0],
+    }
+
+
+def test_a_resume_drops_what_came_after_its_checkpoint(path):
+    write(JsonLines(path), [10, 20, 30])
+    with open(path, "a") as file:
+        file.write('{"step": 40, "pro')  # a crash in the middle of a line
+    writer = JsonLines(path)
+    write(writer, [30], begin=20)
+    assert [line["step"] for line in lines(path)] == [10, 20, 30]
+
+
+def test_other_replicates_keep_their_lines(path):
+    write(JsonLines(path), [10, 20])
+    write(JsonLines(path), [10], lanes=[FakeLane(0, 102)], begin=0)
+    assert [(line["step"], line["seeds"]) for line in lines(path)] == [
+        (10, [100, 101]),
+        (20, [100, 101]),
+        (10, [102]),
+    ]
+
+
+def test_not_finite_becomes_null(path):
+    writer = JsonLines(path)
+    writer.begin("toy", LANES, "train", 0, 10, 0.0)
+    writer.metrics(1, {"train/loss": np.array([np.nan, 1.0])})
+    assert lines(path)[0]["train/loss"] == [None, 1.0]
+
+
+def test_tensorboard_has_a_curve_for_each_seed(tmp_path):
+    writer = TensorBoard(epath.Path(tmp_path))
+    write(writer, [1, 2])
+    writer.close()
+    (file,) = tmp_path.glob("events*")
+    data = file.read_bytes()
+    assert b"train/loss/seed100" in data
+    assert b"train/loss/seed101" in data
+
+
+def test_progress_is_plain_where_there_is_no_terminal():
+    stream = io.StringIO()
+    progress = Progress(stream)
+    progress.begin("toy", LANES, "train", 0, 100, 1.0)
+    for done in range(5, 101, 5):
+        progress.advance("train", done, 0.5, 1.0)
+    progress.close()
+    text = stream.getvalue().splitlines()
+    assert len(text) == 10
+    assert text[0].startswith("toy train: 10/100, loss 0.5000, ")
+    assert text[-1].startswith("toy train: 100/100")
+
+
+def test_progress_says_where_it_resumes():
+    stream = io.StringIO()
+    Progress(stream).begin("toy", LANES, "train", 40, 100, 0.0)
+    assert stream.getvalue() == "toy train: resuming after 40 of 100\n"
+
+
+def test_progress_draws_a_bar_on_a_terminal():
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    stream = Terminal()
+    progress = Progress(stream)
+    progress.begin("toy", LANES, "train", 0, 10, 0.0)
+    progress.advance("train", 10, 0.25, 0.0)
+    progress.close()
+    assert "toy train" in stream.getvalue()
+    assert "10/10" in stream.getvalue()
+    assert "loss 0.2500" in stream.getvalue()
+
+
+def test_observers_pass_everything_on(path):
+    stream = io.StringIO()
+    both = Observers(Progress(stream), JsonLines(path))
+    write(both, [5])
+    both.advance("train", 100, None, 0.0)
+    both.close()
+    assert lines(path)[0]["step"] == 5
+    assert "100/100" in stream.getvalue()
