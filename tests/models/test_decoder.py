@@ -256,7 +256,7 @@ def test_a_loop_with_a_key_cache_gives_the_same_logits(params):
     model, block = make(), decoder_block(make())
 
     @jax.jit
-    def step(tokens, place, caches, slots):
+    def step(params, tokens, place, caches, slots):
         """One token through every layer; `slots` holds the position in each cache slot."""
         positions = jnp.broadcast_to(place, (2, 1))
         slots = slots.at[:, place].set(place)
@@ -278,7 +278,7 @@ def test_a_loop_with_a_key_cache_gives_the_same_logits(params):
     logits = []
     for place in range(6):
         tokens = jnp.asarray(TOKENS[:, place : place + 1])
-        row, caches, slots = step(tokens, jnp.int32(place), caches, slots)
+        row, caches, slots = step(params, tokens, jnp.int32(place), caches, slots)
         logits.append(row)
     np.testing.assert_allclose(np.concatenate(logits, axis=1), logits_of(params), atol=1e-4)
 

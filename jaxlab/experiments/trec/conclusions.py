@@ -204,7 +204,7 @@ def _cross_fit(
     distinct, place = np.unique(np.concatenate(counts, axis=1), axis=0, return_inverse=True)
     weights = np.split(distinct, [len(first)], axis=1)
     resampled = [w @ half / len(half) for w, half in zip(weights, (first, second), strict=True)]
-    spread = _both_ways(config, *resampled, coefficients)
+    spread = _both_ways(config, resampled[0], resampled[1], coefficients)
     return estimate, _Scores(*(value[place.reshape(-1)] for value in spread)), seeds
 
 
@@ -272,7 +272,9 @@ def _figures(
     steps = np.arange(1, config.steps + 1) / config.steps
     means = trec.bin_curve(curves, bins)[0]
     measured = means.mean(axis=0)
-    error = means.std(axis=0, ddof=1) / np.sqrt(len(means)) if len(means) > 1 else 0 * measured
+    # Only the shape is predicted, so each seed's own level is no part of the error.
+    shapes = means - means.mean(axis=1, keepdims=True)
+    error = shapes.std(axis=0, ddof=1) / np.sqrt(len(means)) if len(means) > 1 else 0 * measured
     predictions = {
         f"predicted, m = {m:.2f}": trec.predict_trec(coefficients, m=m, p=config.power),
         "predicted, EMA alone (m = 0)": trec.predict_trec(coefficients, m=0.0, p=config.power),
@@ -284,7 +286,7 @@ def _figures(
     what = "minus reference model's " if config.reference == "next" else ""
     comparison = Figure(
         "trec",
-        "Training re-evaluation curve, measured and predicted",
+        "TREC, measured and predicted",
         [
             Panel(
                 _STEP_LABEL,
@@ -303,7 +305,7 @@ def _figures(
             )
         ],
         "Loss of the final model on the batches of each part of training. Points: mean over "
-        "seeds with one standard error. Lines: prediction from AdamW's EMA coefficients, scaled "
+        "seeds, with one standard error of the shape (each seed's level removed). Lines: prediction from AdamW's EMA coefficients, scaled "
         "and shifted to the measurement, since only the shape is predicted.",
     )
     losses = trec.bin_curve(found["train/loss"].astype(np.float64), bins)[0]

@@ -173,7 +173,8 @@ def _text_task(config: Config) -> _Task:
             max_bytes=config.data.max_bytes, validation_fraction=config.data.validation_fraction
         )
     except UserError as error:
-        raise UserError(f"data.{error.field}", error.value, error.allowed) from None
+        field = error.field if error.field == "data" else f"data.{error.field}"
+        raise UserError(field, error.value, error.allowed) from None
     model = Decoder(
         vocab_size=_NUM_BYTES,
         width=config.model.width,

@@ -1,0 +1,42 @@
+"""What the README shows works as it stands there."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jaxlab.experiments.registry import METHODS
+
+README = Path(__file__).parents[1] / "README.md"
+BLOCKS = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=lambda text: text.split("\n", 1)[0])
+def test_a_python_block_runs(block, tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", block],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_there_are_blocks():
+    assert len(BLOCKS) == 2
+
+
+def test_every_registered_method_has_a_row():
+    rows = re.findall(r"^\| `(\w+)` \| (.+?) \| (.+?) \|$", README.read_text(), re.MULTILINE)
+    assert len(rows) == 19
+    assert {slug for slug, _, status in rows if status != "planned"} == set(METHODS)
+
+
+def test_pictures_exist():
+    for path in re.findall(r"!\[.*?\]\((.*?)\)", README.read_text()):
+        assert (README.parent / path).is_file(), path
