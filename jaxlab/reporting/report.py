@@ -169,7 +169,7 @@ def report_markdown(result: Result, command: str) -> str:
         blocks.append(
             "A claim holds or fails if its estimate and the whole 95 % interval lie on one side "
             "of the bound, and is unclear otherwise. The interval is Student's t over seeds, or "
-            "a bootstrap over texts or prompts. Findings are reported without a verdict."
+            "a bootstrap over seeds, texts or prompts. Findings are reported without a verdict."
         )
     if result.figures:
         blocks.append("## Figures")

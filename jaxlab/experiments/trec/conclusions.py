@@ -305,8 +305,9 @@ def _figures(
             )
         ],
         "Loss of the final model on the batches of each part of training. Points: mean over "
-        "seeds, with one standard error of the shape (each seed's level removed). Lines: prediction from AdamW's EMA coefficients, scaled "
-        "and shifted to the measurement, since only the shape is predicted.",
+        "seeds, with one standard error of the shape (each seed's own level removed). Lines: "
+        "prediction from AdamW's EMA coefficients, scaled and shifted to the measurement, since "
+        "only the shape is predicted.",
     )
     losses = trec.bin_curve(found["train/loss"].astype(np.float64), bins)[0]
     replayed = trec.bin_curve(found["replay/loss"].astype(np.float64), bins)[0]
