@@ -42,11 +42,11 @@ class Observers:
         program: str,
         lanes: Sequence[_Lane],
         phase: str,
-        done: int,
+        done: int | None,
         total: int,
         compile_seconds: float,
     ) -> None:
-        """A phase (`train`, or an evaluation's name) starts at `done` of `total` items."""
+        """A phase starts; `done` of its `total` items are restored, None if it begins afresh."""
         for member in self.members:
             member.begin(program, lanes, phase, done, total, compile_seconds)
 
@@ -77,17 +77,17 @@ class _FileObserver(abc.ABC):
         program: str,
         lanes: Sequence[_Lane],
         phase: str,
-        done: int,
+        done: int | None,
         total: int,
         compile_seconds: float,
     ) -> None:
         self.program, self.lanes = program, lanes
         if phase == "train":
-            self.rewind(done)
+            self.rewind(-1 if done is None else done)
 
     @abc.abstractmethod
     def rewind(self, step: int) -> None:
-        """Training starts after `step`: what was written beyond it is void."""
+        """Training starts after `step` (-1: afresh): what was written beyond it is void."""
 
     def advance(self, phase: str, done: int, loss: float | None, compile_seconds: float) -> None:
         """Files hold metrics, not progress."""
@@ -177,7 +177,7 @@ class TensorBoard(_FileObserver):
         from tensorboardX import SummaryWriter
 
         self.close()
-        self._writer = SummaryWriter(str(self._folder), purge_step=step + 1 if step else None)
+        self._writer = SummaryWriter(str(self._folder), purge_step=step + 1)
 
     def metrics(self, step: int, values: Mapping[str, np.ndarray]) -> None:
         """Adds one point to each curve."""
@@ -212,20 +212,20 @@ class Progress:
         program: str,
         lanes: Sequence[_Lane],
         phase: str,
-        done: int,
+        done: int | None,
         total: int,
         compile_seconds: float,
     ) -> None:
         """Announces a phase."""
         self.close()
         self._label = f"{program} {phase}"
-        self._first = self._said = done
+        self._first = self._said = done or 0
         self._total, self._compiled_before = total, compile_seconds
         self._start = time.monotonic()
-        if done:
+        if done is not None:
             self._print(f"{self._label}: resuming after {done} of {total}")
         if self._terminal:
-            self._open_bar(done, total)
+            self._open_bar(done or 0, total)
 
     def _open_bar(self, done: int, total: int) -> None:
         from rich.console import Console

@@ -34,11 +34,15 @@ class Observer(Protocol):
         program: str,
         lanes: Sequence[Lane],
         phase: str,
-        done: int,
+        done: int | None,
         total: int,
         compile_seconds: float,
     ) -> None:
-        """A phase (`train`, or an evaluation's name) starts at `done` of `total` items."""
+        """A phase starts: `train`, or an evaluation's name.
+
+        `done` of its `total` items are restored; None says that it begins afresh, and that what
+        an earlier start has reported for these lanes is void.
+        """
         ...
 
     def advance(self, phase: str, done: int, loss: float | None, compile_seconds: float) -> None:
@@ -241,7 +245,7 @@ class _Cohort:
                 self.program.name,
                 self.members,
                 "train",
-                self.step,
+                self.step if self.saved_step >= 0 else None,
                 self.program.num_steps,
                 self.lanes.compile_seconds,
             )
@@ -475,7 +479,7 @@ def _final_evaluations(
             lanes.program.name,
             lanes.lanes,
             name,
-            0,
+            None,
             evaluation.num_batches,
             lanes.compile_seconds,
         )

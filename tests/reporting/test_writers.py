@@ -20,7 +20,7 @@ class FakeLane:
 LANES = [FakeLane(0, 100), FakeLane(0, 101)]
 
 
-def write(writer, steps, lanes=LANES, begin=0):
+def write(writer, steps, lanes=LANES, begin=None):
     writer.begin("toy", lanes, "train", begin, 100, 0.0)
     for step in steps:
         writer.metrics(step, {"train/loss": np.array([step, 2 * step], np.float32)})
@@ -57,9 +57,17 @@ def test_a_resume_drops_what_came_after_its_checkpoint(path):
     assert [line["step"] for line in lines(path)] == [10, 20, 30]
 
 
+def test_a_fresh_start_drops_all_lines(path):
+    write(JsonLines(path), [0, 10])
+    write(JsonLines(path), [0])
+    assert [line["step"] for line in lines(path)] == [0]
+    write(JsonLines(path), [10], begin=0)
+    assert [line["step"] for line in lines(path)] == [0, 10]
+
+
 def test_other_replicates_keep_their_lines(path):
     write(JsonLines(path), [10, 20])
-    write(JsonLines(path), [10], lanes=[FakeLane(0, 102)], begin=0)
+    write(JsonLines(path), [10], lanes=[FakeLane(0, 102)])
     assert [(line["step"], line["seeds"]) for line in lines(path)] == [
         (10, [100, 101]),
         (20, [100, 101]),
@@ -69,7 +77,7 @@ def test_other_replicates_keep_their_lines(path):
 
 def test_not_finite_becomes_null(path):
     writer = JsonLines(path)
-    writer.begin("toy", LANES, "train", 0, 10, 0.0)
+    writer.begin("toy", LANES, "train", None, 10, 0.0)
     writer.metrics(1, {"train/loss": np.array([np.nan, 1.0])})
     assert lines(path)[0]["train/loss"] == [None, 1.0]
 
@@ -87,7 +95,7 @@ def test_tensorboard_has_a_curve_for_each_seed(tmp_path):
 def test_progress_is_plain_where_there_is_no_terminal():
     stream = io.StringIO()
     progress = Progress(stream)
-    progress.begin("toy", LANES, "train", 0, 100, 1.0)
+    progress.begin("toy", LANES, "train", None, 100, 1.0)
     for done in range(5, 101, 5):
         progress.advance("train", done, 0.5, 1.0)
     progress.close()
@@ -110,7 +118,7 @@ def test_progress_draws_a_bar_on_a_terminal():
 
     stream = Terminal()
     progress = Progress(stream)
-    progress.begin("toy", LANES, "train", 0, 10, 0.0)
+    progress.begin("toy", LANES, "train", None, 10, 0.0)
     progress.advance("train", 10, 0.25, 0.0)
     progress.close()
     assert "toy train" in stream.getvalue()
