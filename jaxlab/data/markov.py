@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import operator
-import sys
-
 import numpy as np
+
+from jaxlab.data.batches import EndlessBatches
 
 __all__ = ["MarkovBatches", "entropy_rate", "markov_transition", "stationary_distribution"]
 
@@ -81,11 +80,8 @@ def entropy_rate(transition: np.ndarray) -> float:
     return float(-stationary_distribution(transition) @ (transition * logarithms).sum(axis=1))
 
 
-class MarkovBatches:
-    """Random-access source of independent stretches of a stationary chain.
-
-    A batch is a function of `(seed, step)` alone, and steps have no end: as in Grain's own
-    endless data sets, `len` is `sys.maxsize`. Reading is safe from several threads.
+class MarkovBatches(EndlessBatches):
+    """Batches of independent stretches of a stationary chain.
 
     Attributes:
       batch_size: stretches in a batch.
@@ -117,19 +113,8 @@ class MarkovBatches:
         self._initial = _cumulative(stationary_distribution(transition)[None, :])
         self._following = _cumulative(_checked(transition))
 
-    def __len__(self) -> int:
-        """The largest length there is, for steps without end."""
-        return sys.maxsize
-
-    def __getitem__(self, index: int) -> np.ndarray:
-        """The batch of step `index`: int32 `[batch_size, length]`.
-
-        Raises:
-          IndexError: the step is negative.
-        """
-        step = operator.index(index)
-        if step < 0:
-            raise IndexError(f"step={step}: must not be negative")
+    def batch(self, step: int) -> np.ndarray:
+        """The batch of a step: int32 `[batch_size, length]`."""
         uniform = _generator(self.seed, _BATCH_STREAM, step).random((self.length, self.batch_size))
         tokens = np.empty((self.length, self.batch_size), dtype=np.int32)
         bounds = self._initial

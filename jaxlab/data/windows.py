@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import operator
-import sys
-
-import grain
 import numpy as np
 
+from jaxlab.data.batches import EndlessBatches
 from jaxlab.errors import UserError
 
 __all__ = ["WindowBatches"]
 
 
-class WindowBatches:
-    """Random-access source whose element at a step is that step's whole batch.
+class WindowBatches(EndlessBatches):
+    """Batches of windows cut from one row of tokens.
 
     The tokens are cut into windows of `context + 1` that do not overlap (`context` inputs and,
     shifted by one, as many targets). Each epoch visits the windows in a new random order without
     replacement; those that do not fill a last batch are left out of that epoch.
-
-    A batch is a function of `(seed, step)` alone, and steps have no end: as in Grain's own
-    endless data sets, `len` is `sys.maxsize`. Reading is safe from several threads.
 
     Attributes:
       batch_size: windows in a batch.
@@ -72,26 +66,11 @@ class WindowBatches:
         self._windows = tokens[: count * (context + 1)].reshape(count, context + 1)
         self._recent: tuple[tuple[int, np.ndarray], ...] = ()
 
-    def __len__(self) -> int:
-        """The largest length there is, for steps without end."""
-        return sys.maxsize
-
-    def __getitem__(self, index: int) -> np.ndarray:
-        """The batch of step `index`: int32 `[batch_size, context + 1]`.
-
-        Raises:
-          IndexError: the step is negative.
-        """
-        step = operator.index(index)
-        if step < 0:
-            raise IndexError(f"step={step}: must not be negative")
+    def batch(self, step: int) -> np.ndarray:
+        """The batch of a step: int32 `[batch_size, context + 1]`."""
         epoch, place = divmod(step, self.steps_per_epoch)
         rows = self._order(epoch)[place * self.batch_size : (place + 1) * self.batch_size]
         return self._windows[rows].astype(np.int32)
-
-    def dataset(self) -> grain.MapDataset:
-        """The same batches as a Grain data set, for `.slice`, `.map` and prefetching."""
-        return grain.MapDataset.source(self)
 
     def _order(self, epoch: int) -> np.ndarray:
         # One attribute is read and one written, each at once: threads that meet here compute

@@ -27,6 +27,21 @@ class _Lane(Protocol):
     def seed(self) -> int: ...
 
 
+class _Phase(Protocol):
+    @property
+    def program(self) -> str: ...
+    @property
+    def lanes(self) -> Sequence[Any]: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def done(self) -> int | None: ...
+    @property
+    def total(self) -> int: ...
+    @property
+    def compile_seconds(self) -> float: ...
+
+
 class Observers:
     """Passes every event on to each of several observers, in order.
 
@@ -37,23 +52,15 @@ class Observers:
     def __init__(self, *members: Any) -> None:
         self.members = members
 
-    def begin(
-        self,
-        program: str,
-        lanes: Sequence[_Lane],
-        phase: str,
-        done: int | None,
-        total: int,
-        compile_seconds: float,
-    ) -> None:
+    def begin(self, phase: _Phase) -> None:
         """A phase starts; `done` of its `total` items are restored, None if it begins afresh."""
         for member in self.members:
-            member.begin(program, lanes, phase, done, total, compile_seconds)
+            member.begin(phase)
 
-    def advance(self, phase: str, done: int, loss: float | None, compile_seconds: float) -> None:
+    def advance(self, done: int, loss: float | None, compile_seconds: float) -> None:
         """The phase has finished `done` items."""
         for member in self.members:
-            member.advance(phase, done, loss, compile_seconds)
+            member.advance(done, loss, compile_seconds)
 
     def metrics(self, step: int, values: Mapping[str, np.ndarray]) -> None:
         """Values after `step` steps: name to array `[lane]`."""
@@ -72,26 +79,18 @@ class _FileObserver(abc.ABC):
     program = ""
     lanes: Sequence[_Lane] = ()
 
-    def begin(
-        self,
-        program: str,
-        lanes: Sequence[_Lane],
-        phase: str,
-        done: int | None,
-        total: int,
-        compile_seconds: float,
-    ) -> None:
-        self.program, self.lanes = program, lanes
-        if phase == "train":
-            self.rewind(-1 if done is None else done)
+    def begin(self, phase: _Phase) -> None:
+        self.program, self.lanes = phase.program, phase.lanes
+        if phase.name == "train":
+            self.rewind(-1 if phase.done is None else phase.done)
 
     @abc.abstractmethod
     def rewind(self, step: int) -> None:
         """Training starts after `step` (-1: afresh): what was written beyond it is void."""
 
-    def advance(self, phase: str, done: int, loss: float | None, compile_seconds: float) -> None:
+    def advance(self, done: int, loss: float | None, compile_seconds: float) -> None:
         """Files hold metrics, not progress."""
-        del phase, done, loss, compile_seconds
+        del done, loss, compile_seconds
 
 
 class JsonLines(_FileObserver):
@@ -207,27 +206,19 @@ class Progress:
         self._task: Any = None
         self._terminal = self._stream.isatty()
 
-    def begin(
-        self,
-        program: str,
-        lanes: Sequence[_Lane],
-        phase: str,
-        done: int | None,
-        total: int,
-        compile_seconds: float,
-    ) -> None:
+    def begin(self, phase: _Phase) -> None:
         """Announces a phase."""
         self.close()
-        self._label = f"{program} {phase}"
-        self._first = self._said = done or 0
-        self._total, self._compiled_before = total, compile_seconds
+        self._label = f"{phase.program} {phase.name}"
+        self._first = self._said = phase.done or 0
+        self._total, self._compiled_before = phase.total, phase.compile_seconds
         self._start = time.monotonic()
-        if done is not None:
-            self._print(f"{self._label}: resuming after {done} of {total}")
+        if phase.done is not None:
+            self._print(f"{self._label}: resuming after {phase.done} of {phase.total}")
         if self._terminal:
-            self._open_bar(done or 0, total)
+            self._open_bar()
 
-    def _open_bar(self, done: int, total: int) -> None:
+    def _open_bar(self) -> None:
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
         from rich.progress import Progress as RichProgress
@@ -241,9 +232,11 @@ class Progress:
         )
         self._bar.start()
         note = "compiling"
-        self._task = self._bar.add_task(self._label, total=total, completed=done, note=note)
+        self._task = self._bar.add_task(
+            self._label, total=self._total, completed=self._first, note=note
+        )
 
-    def advance(self, phase: str, done: int, loss: float | None, compile_seconds: float) -> None:
+    def advance(self, done: int, loss: float | None, compile_seconds: float) -> None:
         """Shows steps, rate without compilation, loss and the time left."""
         elapsed = time.monotonic() - self._start - (compile_seconds - self._compiled_before)
         rate = (done - self._first) / max(elapsed, 1e-9)

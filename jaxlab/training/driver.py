@@ -21,32 +21,42 @@ from jaxlab.training.checkpoints import CheckpointStore, Restored
 from jaxlab.training.lanes import Lane, Lanes, Layout, choose_layout
 from jaxlab.training.program import Evaluation, Program
 
-__all__ = ["DriveSettings", "Observer", "Outcome", "drive", "evaluation_steps"]
+__all__ = ["DriveSettings", "Observer", "Outcome", "Phase", "drive", "evaluation_steps"]
 
 _PROFILED_STEPS = 5
+
+
+@dataclasses.dataclass(frozen=True)
+class Phase:
+    """A part of a run: the training of some lanes, or an evaluation after it.
+
+    Attributes:
+      program: the program's name.
+      lanes: whose metrics follow.
+      name: `train`, or an evaluation's name.
+      done: items that are restored; None says that the phase begins afresh, and that what an
+        earlier start has reported for these lanes is void.
+      total: items in all: steps, or batches.
+      compile_seconds: spent so far, for rates without it.
+    """
+
+    program: str
+    lanes: Sequence[Lane]
+    name: str
+    done: int | None
+    total: int
+    compile_seconds: float
 
 
 class Observer(Protocol):
     """What watches a run: writers of metrics and a progress display."""
 
-    def begin(
-        self,
-        program: str,
-        lanes: Sequence[Lane],
-        phase: str,
-        done: int | None,
-        total: int,
-        compile_seconds: float,
-    ) -> None:
-        """A phase starts: `train`, or an evaluation's name.
-
-        `done` of its `total` items are restored; None says that it begins afresh, and that what
-        an earlier start has reported for these lanes is void.
-        """
+    def begin(self, phase: Phase) -> None:
+        """A phase starts."""
         ...
 
-    def advance(self, phase: str, done: int, loss: float | None, compile_seconds: float) -> None:
-        """The phase has dispatched `done` items; `loss` is the newest one fetched."""
+    def advance(self, done: int, loss: float | None, compile_seconds: float) -> None:
+        """The phase has finished `done` items; `loss` is the newest one fetched."""
         ...
 
     def metrics(self, step: int, values: Mapping[str, np.ndarray]) -> None:
@@ -242,12 +252,14 @@ class _Cohort:
                 stack.callback(self.store.close)
             self._start()
             self.observer.begin(
-                self.program.name,
-                self.members,
-                "train",
-                self.step if self.saved_step >= 0 else None,
-                self.program.num_steps,
-                self.lanes.compile_seconds,
+                Phase(
+                    self.program.name,
+                    self.members,
+                    "train",
+                    self.step if self.saved_step >= 0 else None,
+                    self.program.num_steps,
+                    self.lanes.compile_seconds,
+                )
             )
             profiled = self.settings.profile is None
             while True:
@@ -350,7 +362,7 @@ class _Cohort:
                 found = {f"train/{name}": value[:, i] for name, value in values.items()}
                 self.observer.metrics(done, found)
         loss = float(np.mean(values["loss"][:, -1]))
-        self.observer.advance("train", start + count, loss, self.lanes.compile_seconds)
+        self.observer.advance(start + count, loss, self.lanes.compile_seconds)
 
     def _record(self, name: str, width: int) -> np.ndarray:
         shape = (len(self.members), width)
@@ -475,17 +487,11 @@ def _final_evaluations(
     for name, evaluation in lanes.program.evaluations.items():
         if evaluation.every is not None:
             continue
-        observer.begin(
-            lanes.program.name,
-            lanes.lanes,
-            name,
-            None,
-            evaluation.num_batches,
-            lanes.compile_seconds,
-        )
+        total, spent = evaluation.num_batches, lanes.compile_seconds
+        observer.begin(Phase(lanes.program.name, lanes.lanes, name, None, total, spent))
 
         def progress(done: int, name: str = name) -> None:
-            observer.advance(name, done, None, lanes.compile_seconds)
+            observer.advance(done, None, lanes.compile_seconds)
             if (number := stop()) is not None:
                 raise InterruptedRun(
                     number, f"stopped after training, in {name}; run the same command to resume"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import warnings
-from pathlib import Path
 from typing import Any
 
 import chex
@@ -18,17 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxlab.methods import trec
+from tests.goldens import F32, F64, golden
 
-GOLDEN = Path(__file__).parents[1] / "golden"
-F64: dict[str, Any] = {"rtol": 1e-10, "atol": 1e-15}
-F32: dict[str, Any] = {"rtol": 2e-4, "atol": 1e-7}
 STEPS = 48
-
-
-@functools.cache
-def golden(name: str) -> dict[str, np.ndarray]:
-    with np.load(GOLDEN / f"trec_{name}.npz") as file:
-        return dict(file)
 
 
 def random_alphas(seed: int, shape: tuple[int, ...] = (STEPS,)) -> np.ndarray:
@@ -44,7 +35,7 @@ def product_form(alphas: np.ndarray) -> np.ndarray:
 
 
 def test_coefficients_match_reference():
-    data = golden("ema_coefficients")
+    data = golden("trec_ema_coefficients")
     for kind, ratio in zip(data["kinds"], data["final_ratio"], strict=True):
         key = f"{kind}_r{ratio}"
         lrs, c, c0 = data[f"lr_{key}"], data[f"c_{key}"], data[f"c0_{key}"]
@@ -65,7 +56,7 @@ def test_coefficients_match_reference():
 
 
 def test_timescale_and_weight_decay_match_reference():
-    data = golden("ema_coefficients")
+    data = golden("trec_ema_coefficients")
     eta, num_steps = float(data["eta"]), int(data["T"])
     decay = trec.weight_decay_for_timescale(float(data["tau"]), eta, num_steps)
     np.testing.assert_allclose(decay, data["weight_decay"], rtol=1e-14)
@@ -249,7 +240,7 @@ def test_without_weight_decay_rates_are_the_weights():
 
 
 def test_momentum_coefficients_match_reference():
-    data = golden("adamw_reconstruction")
+    data = golden("trec_adamw_reconstruction")
     b1 = float(data["b1"])
     got = trec.momentum_coefficients(data["c"], b1=b1)
     np.testing.assert_allclose(got, data["c_momentum"], rtol=1e-12)
@@ -267,7 +258,7 @@ def test_momentum_coefficients_match_reference():
 
 
 def test_coefficients_rebuild_the_final_weights_of_reference():
-    data = golden("adamw_reconstruction")
+    data = golden("trec_adamw_reconstruction")
     decay = float(data["weight_decay"])
     c, c0 = trec.ema_coefficients(trec.adamw_alphas(data["lr"], decay), initial=True)
     np.testing.assert_allclose(c, data["c"], rtol=1e-12)
@@ -299,7 +290,7 @@ def run_optimizer(
     ("x64", "dtype", "atol"), [(True, jnp.float64, 1e-12), (False, jnp.float32, 1e-5)]
 )
 def test_coefficients_rebuild_the_final_weights_of_optax(x64, dtype, atol):
-    data = golden("adamw_reconstruction")
+    data = golden("trec_adamw_reconstruction")
     num_steps, decay = len(data["lr"]), float(data["weight_decay"])
     options: dict[str, Any] = {name: float(data[name]) for name in ("b1", "b2", "eps")}
     with jax.enable_x64(x64):

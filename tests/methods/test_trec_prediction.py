@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-from pathlib import Path
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,17 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxlab.methods import trec
+from tests.goldens import F32, F64, golden
 
-GOLDEN = Path(__file__).parents[1] / "golden"
-F64: dict[str, Any] = {"rtol": 1e-10, "atol": 1e-15}
-F32: dict[str, Any] = {"rtol": 2e-4, "atol": 1e-7}
 STEPS = 48
-
-
-@functools.cache
-def golden(name: str) -> dict[str, np.ndarray]:
-    with np.load(GOLDEN / f"trec_{name}.npz") as file:
-        return dict(file)
 
 
 def d2z_coefficients(tau: float, num_steps: int, warmup_steps: int = 0) -> np.ndarray:
@@ -37,7 +25,7 @@ def d2z_coefficients(tau: float, num_steps: int, warmup_steps: int = 0) -> np.nd
 
 
 def test_prediction_matches_reference():
-    data = golden("prediction")
+    data = golden("trec_prediction")
     num_bins = int(data["n_bins"])
     binned_measured, _ = trec.bin_curve(data["measured"], num_bins)
     np.testing.assert_allclose(binned_measured, data["bins"], **F64)
@@ -57,7 +45,7 @@ def test_prediction_matches_reference():
 
 @pytest.mark.parametrize(("x64", "tolerance"), [(True, F64), (False, F32)])
 def test_prediction_matches_reference_in_graph(x64, tolerance):
-    data = golden("prediction")
+    data = golden("trec_prediction")
     with jax.enable_x64(x64):
         dtype = jnp.float64 if x64 else jnp.float32
         c, p, m = (jnp.asarray(data[name], dtype) for name in ("c", "p", "m"))
@@ -123,7 +111,7 @@ def test_prediction_misuse():
 
 
 def test_fit_recovers_reference_exponents():
-    data = golden("fit")
+    data = golden("trec_fit")
     for curve, c, m in zip(data["curves"], data["c"], data["m_true"], strict=True):
         for num_bins in (50, 20, 200):
             fit = trec.fit_training_fraction(curve, c, p=float(data["p"]), num_bins=num_bins)
@@ -202,7 +190,7 @@ def test_fit_misuse():
 
 
 def test_power_law_matches_reference():
-    data = golden("fit")
+    data = golden("trec_fit")
     exact = trec.fit_power_law(data["tpp"], data["tau"], data["m_exact"])
     np.testing.assert_allclose((exact.C, exact.mu_tpp, exact.mu_tau), data["law"], rtol=1e-8)
     assert (exact.r2, exact.r2_log) == pytest.approx((1.0, 1.0))
@@ -248,7 +236,7 @@ def test_power_law_misuse(tpp, tau, m, message):
 
 
 def test_closed_forms_match_reference():
-    data = golden("valley_closed_form")
+    data = golden("trec_valley_closed_form")
     tau = data["tau"][:, None]
     valleys = trec.d2z_valley(tau, data["m"], float(data["p"]))
     np.testing.assert_allclose(valleys, data["d2z_valley"], rtol=1e-10, atol=1e-12)

@@ -17,11 +17,21 @@ class FakeLane:
     seed: int
 
 
+@dataclasses.dataclass(frozen=True)
+class FakePhase:
+    lanes: list
+    done: int | None = None
+    total: int = 100
+    program: str = "toy"
+    name: str = "train"
+    compile_seconds: float = 0.0
+
+
 LANES = [FakeLane(0, 100), FakeLane(0, 101)]
 
 
 def write(writer, steps, lanes=LANES, begin=None):
-    writer.begin("toy", lanes, "train", begin, 100, 0.0)
+    writer.begin(FakePhase(lanes, begin))
     for step in steps:
         writer.metrics(step, {"train/loss": np.array([step, 2 * step], np.float32)})
 
@@ -77,7 +87,7 @@ def test_other_replicates_keep_their_lines(path):
 
 def test_not_finite_becomes_null(path):
     writer = JsonLines(path)
-    writer.begin("toy", LANES, "train", None, 10, 0.0)
+    writer.begin(FakePhase(LANES, total=10))
     writer.metrics(1, {"train/loss": np.array([np.nan, 1.0])})
     assert lines(path)[0]["train/loss"] == [None, 1.0]
 
@@ -95,9 +105,9 @@ def test_tensorboard_has_a_curve_for_each_seed(tmp_path):
 def test_progress_is_plain_where_there_is_no_terminal():
     stream = io.StringIO()
     progress = Progress(stream)
-    progress.begin("toy", LANES, "train", None, 100, 1.0)
+    progress.begin(FakePhase(LANES, compile_seconds=1.0))
     for done in range(5, 101, 5):
-        progress.advance("train", done, 0.5, 1.0)
+        progress.advance(done, 0.5, 1.0)
     progress.close()
     text = stream.getvalue().splitlines()
     assert len(text) == 10
@@ -107,7 +117,7 @@ def test_progress_is_plain_where_there_is_no_terminal():
 
 def test_progress_says_where_it_resumes():
     stream = io.StringIO()
-    Progress(stream).begin("toy", LANES, "train", 40, 100, 0.0)
+    Progress(stream).begin(FakePhase(LANES, done=40))
     assert stream.getvalue() == "toy train: resuming after 40 of 100\n"
 
 
@@ -118,8 +128,8 @@ def test_progress_draws_a_bar_on_a_terminal():
 
     stream = Terminal()
     progress = Progress(stream)
-    progress.begin("toy", LANES, "train", None, 10, 0.0)
-    progress.advance("train", 10, 0.25, 0.0)
+    progress.begin(FakePhase(LANES, total=10))
+    progress.advance(10, 0.25, 0.0)
     progress.close()
     assert "toy train" in stream.getvalue()
     assert "10/10" in stream.getvalue()
@@ -130,7 +140,7 @@ def test_observers_pass_everything_on(path):
     stream = io.StringIO()
     both = Observers(Progress(stream), JsonLines(path))
     write(both, [5])
-    both.advance("train", 100, None, 0.0)
+    both.advance(100, None, 0.0)
     both.close()
     assert lines(path)[0]["step"] == 5
     assert "100/100" in stream.getvalue()

@@ -71,12 +71,12 @@ class Silent:
 
     def __init__(self):
         self.lines: list[tuple[int, dict]] = []
-        self.phases: list[tuple[str, int, int]] = []
+        self.phases: list[tuple[str, int | None, int]] = []
 
-    def begin(self, program, lanes, phase, done, total, compile_seconds):
-        self.phases.append((phase, done, total))
+    def begin(self, phase):
+        self.phases.append((phase.name, phase.done, phase.total))
 
-    def advance(self, phase, done, loss, compile_seconds):
+    def advance(self, done, loss, compile_seconds):
         pass
 
     def metrics(self, step, values):
