@@ -1,0 +1,1 @@
+"""Meshes, sharding rules and start-up of many processes."""
