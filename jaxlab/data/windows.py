@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import numpy as np
 
-from jaxlab.data.batches import EndlessBatches
+from jaxlab.data.batches import EndlessBatches, EpochOrder
 from jaxlab.errors import UserError
 
 __all__ = ["WindowBatches"]
 
 
-class WindowBatches(EndlessBatches):
+class WindowBatches(EndlessBatches[np.ndarray]):
     """Batches of windows cut from one row of tokens.
 
     The tokens are cut into windows of `context + 1` that do not overlap (`context` inputs and,
-    shifted by one, as many targets). Each epoch visits the windows in a new random order without
-    replacement; those that do not fill a last batch are left out of that epoch.
+    shifted by one, as many targets). `EpochOrder` says which ones a step reads.
 
     Attributes:
       batch_size: windows in a batch.
@@ -46,13 +45,8 @@ class WindowBatches(EndlessBatches):
             raise TypeError(f"tokens have type {tokens.dtype}: must be integers")
         if tokens.ndim != 1:
             raise ValueError(f"tokens have shape {tokens.shape}: must be one row")
-        for name, value, least in (
-            ("batch_size", batch_size, 1),
-            ("context", context, 1),
-            ("seed", seed, 0),
-        ):
-            if value < least:
-                raise ValueError(f"{name}={value}: must be at least {least}")
+        if context < 1:
+            raise ValueError(f"context={context}: must be at least 1")
         count = len(tokens) // (context + 1)
         if count < batch_size:
             raise UserError(
@@ -61,24 +55,11 @@ class WindowBatches(EndlessBatches):
                 f"too few for one batch: batch_size={batch_size} windows of context={context} "
                 f"and one target need {batch_size * (context + 1)} tokens",
             )
+        self._order = EpochOrder(count, batch_size=batch_size, seed=seed)
         self.batch_size, self.context, self.seed = batch_size, context, seed
-        self.steps_per_epoch = count // batch_size
+        self.steps_per_epoch = self._order.steps_per_epoch
         self._windows = tokens[: count * (context + 1)].reshape(count, context + 1)
-        self._recent: tuple[tuple[int, np.ndarray], ...] = ()
 
     def batch(self, step: int) -> np.ndarray:
         """The batch of a step: int32 `[batch_size, context + 1]`."""
-        epoch, place = divmod(step, self.steps_per_epoch)
-        rows = self._order(epoch)[place * self.batch_size : (place + 1) * self.batch_size]
-        return self._windows[rows].astype(np.int32)
-
-    def _order(self, epoch: int) -> np.ndarray:
-        # One attribute is read and one written, each at once: threads that meet here compute
-        # the same order twice at worst. Two epochs are kept for readers on both sides of an end.
-        for known, order in self._recent:
-            if known == epoch:
-                return order
-        bits = np.random.PCG64(np.random.SeedSequence([self.seed, epoch]))
-        order = np.random.Generator(bits).permutation(len(self._windows))
-        self._recent = ((epoch, order), *self._recent[:1])
-        return order
+        return self._windows[self._order.rows(step)].astype(np.int32)

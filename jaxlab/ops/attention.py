@@ -1,4 +1,4 @@
-"""Softmax attention with grouped query heads, and its causal mask."""
+"""Softmax attention with grouped query heads, and its masks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-__all__ = ["causal_mask", "dot_product_attention"]
+__all__ = ["causal_mask", "dot_product_attention", "segment_mask"]
 
 
 def causal_mask(
@@ -32,6 +32,30 @@ def causal_mask(
     if key_positions is None:
         key_positions = query_positions
     return key_positions[:, None, None, :] <= query_positions[:, None, :, None]
+
+
+def segment_mask(
+    segment_ids: Int[Array, "batch seq"], positions: Int[Array, "batch seq"] | None = None
+) -> Bool[Array, "batch 1 seq seq"]:
+    """The causal mask of rows that hold several segments, none of which sees another.
+
+    Args:
+      segment_ids: number of each token's segment, from 1; 0 for padding, which neither sees nor
+        is seen.
+      positions: place of every token in its segment, or in anything else that orders the tokens
+        of a segment; by default the place in the row.
+
+    Returns:
+      True where a query may attend to a key; the axis of length 1 stands for the heads.
+
+    >>> segment_mask(jnp.array([[1, 1, 2, 0]]))[0, 0].astype(int).tolist()
+    [[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 0]]
+    """
+    if positions is None:
+        places = jnp.arange(segment_ids.shape[1], dtype=segment_ids.dtype)
+        positions = jnp.broadcast_to(places[None, :], segment_ids.shape)
+    query, key = segment_ids[:, None, :, None], segment_ids[:, None, None, :]
+    return causal_mask(positions) & (query == key) & (key > 0)
 
 
 def dot_product_attention(

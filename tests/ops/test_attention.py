@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxlab.ops.attention import causal_mask, dot_product_attention
+from jaxlab.ops.attention import causal_mask, dot_product_attention, segment_mask
 
 RANDOM = np.random.default_rng(0)
 QUERY = jnp.asarray(RANDOM.normal(size=(2, 3, 4, 6)), jnp.float32)
@@ -123,6 +123,23 @@ def test_the_causal_mask_serves_a_cache_with_empty_slots():
     np.testing.assert_array_equal(
         mask[:, 0, 0], [[True, True, True, True], [True, True, False, False]]
     )
+
+
+def test_the_segment_mask_admits_the_past_of_the_same_segment():
+    segments = jnp.array([[1, 1, 2, 2, 2, 0], [1, 2, 3, 3, 0, 0]])
+    positions = jnp.array([[0, 1, 0, 1, 2, 0], [0, 0, 0, 1, 0, 0]])
+    expected = np.zeros((2, 1, 6, 6), bool)
+    for row, begin, end in ((0, 0, 2), (0, 2, 5), (1, 0, 1), (1, 1, 2), (1, 2, 4)):
+        expected[row, 0, begin:end, begin:end] = np.tril(np.ones((end - begin, end - begin)))
+    np.testing.assert_array_equal(segment_mask(segments), expected)
+    np.testing.assert_array_equal(jax.jit(segment_mask)(segments, positions), expected)
+    mapped = jax.vmap(segment_mask)(segments[:, None], positions[:, None])
+    np.testing.assert_array_equal(mapped[:, 0], expected)
+
+
+def test_the_segment_mask_follows_positions_not_places():
+    mask = segment_mask(jnp.array([[2, 1, 2]]), jnp.array([[1, 0, 0]]))
+    np.testing.assert_array_equal(mask[0, 0], [[1, 0, 1], [0, 1, 0], [0, 0, 1]])
 
 
 def test_misuse_is_refused():
