@@ -180,7 +180,9 @@ def _single(config: RunConfig) -> int:
     from jaxlab.experiments.runner import run
 
     result = run(config, run_dir)
-    if not config.quiet:
+    from jaxlab.parallel.processes import is_main
+
+    if not config.quiet and is_main():
         _print_result(result, run_dir)
     failed = any(claim.kind == "claim" and not claim.holds for claim in result.claims)
     return _CLAIMS_FAILED if failed and config.fail_on_claims else 0

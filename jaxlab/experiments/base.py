@@ -22,7 +22,9 @@ from pydantic import ConfigDict, Field, TypeAdapter
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 
 __all__ = [
+    "DistributedConfig",
     "FieldInfo",
+    "MeshConfig",
     "RunConfig",
     "config_fields",
     "configuration",
@@ -57,6 +59,50 @@ def option(
     """
     extra = {"role": role, "traced": traced}
     return Field(description=description, json_schema_extra=extra, **bounds)
+
+
+@configuration
+class MeshConfig:
+    """How many devices share one lane; all 1 lets lanes share the devices instead."""
+
+    data: Annotated[
+        int, option("Devices that share a batch; -1: all that are left.", role="execution", ge=-1)
+    ] = 1
+    fsdp: Annotated[
+        int,
+        option(
+            "Devices that share a batch and the parameters; -1: all that are left.",
+            role="execution",
+            ge=-1,
+        ),
+    ] = 1
+    model: Annotated[
+        int,
+        option(
+            "Devices that share the wide layers; -1: all that are left.", role="execution", ge=-1
+        ),
+    ] = 1
+
+
+@configuration
+class DistributedConfig:
+    """How processes find each other; Slurm, Cloud TPU (also GKE) and Open MPI need none of it."""
+
+    coordinator: Annotated[
+        str | None, option("host:port of process 0.", role="execution", min_length=1)
+    ] = None
+    num_processes: Annotated[
+        int | None, option("How many processes there are.", role="execution", ge=1)
+    ] = None
+    process_id: Annotated[int | None, option("Which of them this is.", role="execution", ge=0)] = (
+        None
+    )
+    start_seconds: Annotated[
+        int, option("How long to wait for all of them.", role="execution", ge=1)
+    ] = 300
+    heartbeat_seconds: Annotated[
+        int, option("After how long a silent process counts as dead.", role="execution", ge=1)
+    ] = 100
 
 
 @configuration
@@ -107,6 +153,8 @@ class RunConfig:
         Literal["highest", "high", "default"],
         option("Precision of float32 matrix products on accelerators."),
     ] = "highest"
+    mesh: Annotated[MeshConfig, Field()] = MeshConfig()
+    distributed: Annotated[DistributedConfig, Field()] = DistributedConfig()
     checkpoint_every: Annotated[
         int, option("Steps between checkpoints.", role="execution", ge=1)
     ] = 200

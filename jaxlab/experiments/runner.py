@@ -17,10 +17,13 @@ import jax
 import numpy as np
 import yaml
 from etils import epath
+from jax.sharding import Mesh
 
-from jaxlab.errors import UserError
+from jaxlab.errors import JaxlabError, UserError
 from jaxlab.experiments import composition, machine, registry
 from jaxlab.experiments.base import RunConfig, config_fields, flatten, identity, to_dict
+from jaxlab.parallel.mesh import make_mesh
+from jaxlab.parallel.processes import ProcessSettings, agree, is_main, start_processes
 from jaxlab.reporting.claims import Claim
 from jaxlab.reporting.directory import make_directory, own_directory
 from jaxlab.reporting.figures import save
@@ -33,6 +36,7 @@ from jaxlab.training.program import Program, check_extension, merge_trials
 __all__ = ["load_result", "run", "run_trials"]
 
 _OWN_FILES = {".lock", "config.yaml"}
+_FINISHED, _REFUSED = 1, 2  # what process 0 tells the others
 
 
 def run(config: RunConfig, run_dir: epath.PathLike | None = None) -> Result:
@@ -66,29 +70,86 @@ def run_trials(
     Returns:
       A result for each configuration.
     """
+    config = configs[0]
+    if work is not None:
+        start_processes(ProcessSettings(**dataclasses.asdict(config.distributed)))
+    mesh = _mesh(config)
     with contextlib.ExitStack() as stack:
         paths = [None if folder is None else _absolute(folder) for folder in folders]
-        if work is not None:
-            work = _absolute(work)
-            for path in paths:
-                if path is not None:
-                    _check_foreign(path)
-            stack.enter_context(own_directory(work))
-        for config, path in zip(configs, paths, strict=True):
-            if path is not None:
-                _compare(config, path)
-        known = [load_result(c, p) for c, p in zip(configs, paths, strict=True)]
-        if all(result is not None for result in known):
-            return [result for result in known if result is not None]
+        work = None if work is None else _absolute(work)
+        known = _open(configs, paths, work, stack)
+        if known is not None:
+            return known
         stop = stack.enter_context(machine.stop_requests(work is not None))
-        stack.enter_context(jax.default_matmul_precision(configs[0].precision))
+        stack.enter_context(jax.default_matmul_precision(config.precision))
         if work is not None:
-            machine.use_compilation_cache(configs[0].compilation_cache)
-        for config, path in zip(configs, paths, strict=True):
+            machine.use_compilation_cache(config.compilation_cache)
+        return _execute(configs, paths, work, stop, mesh)
+
+
+def _mesh(config: RunConfig) -> Mesh | None:
+    """The mesh that the user asks for; several processes always share one."""
+    sizes = dataclasses.asdict(config.mesh)
+    if set(sizes.values()) == {1}:
+        if jax.process_count() == 1:
+            return None
+        sizes["data"] = -1
+    return make_mesh(**sizes)
+
+
+def _open(
+    configs: Sequence[RunConfig],
+    paths: Sequence[epath.Path | None],
+    work: epath.Path | None,
+    stack: contextlib.ExitStack,
+) -> list[Result] | None:
+    """Process 0 checks, locks and writes the folders; all processes follow its decision.
+
+    Returns:
+      The results, if the run had finished before.
+    """
+    problem: JaxlabError | None = None
+    known: list[Result | None] = []
+    if is_main():
+        try:
+            known = _prepare(configs, paths, work, stack)
+        except JaxlabError as error:
+            problem = error
+    finished = bool(known) and all(result is not None for result in known)
+    decision = agree(_REFUSED if problem else _FINISHED if finished else 0)
+    if problem is not None:
+        raise problem
+    if decision == _REFUSED:
+        raise UserError("run_dir", work, "process 0 could not use it; see its message")
+    if decision != _FINISHED:
+        return None
+    results = known or [load_result(c, p) for c, p in zip(configs, paths, strict=True)]
+    return [result for result in results if result is not None]
+
+
+def _prepare(
+    configs: Sequence[RunConfig],
+    paths: Sequence[epath.Path | None],
+    work: epath.Path | None,
+    stack: contextlib.ExitStack,
+) -> list[Result | None]:
+    for path in paths:
+        if path is not None:
+            _check_foreign(path)
+    if work is not None:
+        stack.enter_context(own_directory(work))
+    pairs = list(zip(configs, paths, strict=True))
+    for config, path in pairs:
+        if path is not None:
+            _compare(config, path)
+    known = [load_result(config, path) for config, path in pairs]
+    if not all(result is not None for result in known):
+        for config, path in pairs:
             if path is not None:
                 make_directory(path)
-                write_atomic(path / "config.yaml", yaml.safe_dump(to_dict(config), sort_keys=False))
-        return _execute(configs, paths, work, stop)
+                text = yaml.safe_dump(to_dict(config), sort_keys=False)
+                write_atomic(path / "config.yaml", text)
+    return known
 
 
 def _absolute(path: epath.Path) -> epath.Path:
@@ -191,6 +252,7 @@ def _execute(
     paths: Sequence[epath.Path | None],
     work: epath.Path | None,
     stop: Callable[[], int | None],
+    mesh: Mesh | None,
 ) -> list[Result]:
     config = configs[0]
     start = time.perf_counter()
@@ -201,7 +263,7 @@ def _execute(
             outcomes[program.name] = drive(
                 program,
                 seeds,
-                _settings(config, work),
+                _settings(config, work, mesh),
                 observer=observer,
                 folder=None if work is None else work / "checkpoints",
                 stop=stop,
@@ -226,7 +288,7 @@ def _execute(
             "peak_memory_bytes": machine.peak_memory(),
         }
         result = dataclasses.replace(result, provenance=provenance)
-        if path is not None:
+        if path is not None and is_main():
             _write(result, one, path)
         results.append(result)
     return results
@@ -241,7 +303,7 @@ def _of_config(arrays: dict[str, np.ndarray], index: int, count: int) -> dict[st
     return found
 
 
-def _settings(config: RunConfig, work: epath.Path | None) -> DriveSettings:
+def _settings(config: RunConfig, work: epath.Path | None, mesh: Mesh | None) -> DriveSettings:
     if config.profile and work is None:
         raise UserError("profile", config.profile, "needs a run_dir for the trace")
     return DriveSettings(
@@ -251,13 +313,14 @@ def _settings(config: RunConfig, work: epath.Path | None) -> DriveSettings:
         log_every=config.log_every,
         debug=config.debug,
         profile=work / "profile" if config.profile and work is not None else None,
+        mesh=mesh,
     )
 
 
 @contextlib.contextmanager
 def _observers(config: RunConfig, work: epath.Path | None) -> Iterator[Observers]:
-    members: list[Any] = [] if config.quiet else [Progress()]
-    if work is not None:
+    members: list[Any] = [Progress()] if is_main() and not config.quiet else []
+    if work is not None and is_main():
         members.append(JsonLines(work / "metrics.jsonl"))
         if config.tensorboard:
             members.append(TensorBoard(work / "tensorboard"))

@@ -67,26 +67,20 @@ def make_mesh(
     )
 
 
-def check_batch(batch_size: int, mesh: Mesh, *, accumulate: int = 1) -> None:
+def check_batch(batch_size: int, mesh: Mesh) -> None:
     """Whether a batch can be split over the mesh.
 
     Args:
       batch_size: examples in a batch.
       mesh: from `make_mesh`.
-      accumulate: parts that are computed one after another.
 
     Raises:
       UserError: naming the numbers.
     """
     parts = math.prod(mesh.shape[axis] for axis in BATCH_AXES)
-    if batch_size % (parts * accumulate):
-        steps = f" and {accumulate} accumulated parts" if accumulate > 1 else ""
-        raise UserError(
-            "batch_size",
-            batch_size,
-            f"must be a multiple of {parts * accumulate}, for mesh.data * mesh.fsdp = {parts}"
-            f"{steps}",
-        )
+    if batch_size % parts:
+        problem = f"must be a multiple of mesh.data * mesh.fsdp = {parts}"
+        raise UserError("batch_size", batch_size, problem)
 
 
 def batch_sharding(mesh: Mesh, leading: int = 0) -> NamedSharding:

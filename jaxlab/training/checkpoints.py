@@ -177,14 +177,20 @@ class CheckpointStore:
         dtypes = record["history_dtypes"]
         abstract_history = {
             "arrays": {
-                name: _with_sharding(jax.ShapeDtypeStruct(tuple(shape), np.dtype(dtypes[name])))
+                name: jax.ShapeDtypeStruct(tuple(shape), np.dtype(dtypes[name]))
                 for name, shape in record["history_shapes"].items()
             }
         }
         items = self._manager.restore(
             step,
             args=ocp.args.Composite(
-                state=_restore_args(abstract_state), history=_restore_args(abstract_history)
+                state=_restore_args(abstract_state),
+                history=ocp.args.PyTreeRestore(
+                    abstract_history,
+                    restore_args=jax.tree.map(
+                        lambda _: ocp.RestoreArgs(restore_type=np.ndarray), abstract_history
+                    ),
+                ),
             ),
         )
         history = items["history"]["arrays"]

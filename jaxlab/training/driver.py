@@ -15,8 +15,11 @@ from typing import Any, Literal, Protocol
 import jax
 import numpy as np
 from etils import epath
+from jax.sharding import Mesh
 
 from jaxlab.errors import DivergedError, InterruptedRun, UserError
+from jaxlab.parallel.mesh import check_batch
+from jaxlab.parallel.processes import Agreement
 from jaxlab.training.checkpoints import CheckpointStore, Restored
 from jaxlab.training.lanes import Lane, Lanes, Layout, choose_layout
 from jaxlab.training.program import Evaluation, Program
@@ -75,6 +78,7 @@ class DriveSettings:
       log_every: steps between calls of `Observer.metrics`.
       debug: run without compilation and stop at the first NaN.
       profile: folder for a profiler trace of a few steps.
+      mesh: run each lane on all of these devices; None runs lanes side by side.
     """
 
     trial_axis: Literal["auto", "loop", "vmap"] = "auto"
@@ -83,6 +87,7 @@ class DriveSettings:
     log_every: int = 10
     debug: bool = False
     profile: epath.Path | None = None
+    mesh: Mesh | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,7 +152,11 @@ def drive(
       UserError: the checkpoints belong to other data.
     """
     start = time.perf_counter()
-    layout = choose_layout(program, settings.trial_axis, settings.steps_per_dispatch)
+    axis = "loop" if settings.mesh is not None else settings.trial_axis
+    layout = choose_layout(program, axis, settings.steps_per_dispatch)
+    if settings.mesh is not None:
+        _check_batches(program, settings.mesh)
+    stop = _AgreedStop(stop)
     cohorts = [
         _Cohort(program, seeds[first:last], layout, settings, observer, path, stop)
         for first, last, path in _cohort_folders(folder, program.name, len(seeds))
@@ -160,7 +169,9 @@ def drive(
     lanes = cohorts[0].lanes
     if len(cohorts) > 1:
         everyone = [Lane(t, seed) for t in range(program.num_trials) for seed in seeds]
-        lanes = Lanes(program, everyone, cohorts[0].lanes.layout, debug=settings.debug)
+        lanes = Lanes(
+            program, everyone, cohorts[0].lanes.layout, mesh=settings.mesh, debug=settings.debug
+        )
     states = lanes.join([states[i] for i in order])
     final = _final_evaluations(lanes, states, len(seeds), observer, stop)
     final |= lanes.summarize(states)
@@ -176,6 +187,35 @@ def drive(
         time.perf_counter() - start - compile_seconds,
         program.examples_per_step * program.num_steps * len(lanes.lanes),
     )
+
+
+class _AgreedStop:
+    """Asks whether to stop, so that all processes get the same answer at the same dispatch.
+
+    With several processes the answer is that of the question before: the exchange runs while the
+    devices compute.
+    """
+
+    def __init__(self, ask: Callable[[], int | None]) -> None:
+        self._ask = ask
+        self._agreement = Agreement() if jax.process_count() > 1 else None
+        self._sent: jax.Array | None = None
+
+    def __call__(self) -> int | None:
+        """The signal to stop by, or None."""
+        own = self._ask()
+        if self._agreement is None:
+            return own
+        before, self._sent = self._sent, self._agreement.send(own or 0)
+        return None if before is None else int(before) or None
+
+
+def _check_batches(program: Program, mesh: Mesh) -> None:
+    """Whether all batches can be split over the mesh."""
+    sources = [program.batches, *(e.batches for e in program.evaluations.values())]
+    for source in sources:
+        for leaf in jax.tree.leaves(source(0, 0, 0)):
+            check_batch(np.shape(leaf)[0] if np.ndim(leaf) else 1, mesh)
 
 
 def _cohort_folders(
@@ -233,7 +273,7 @@ class _Cohort:
         self.observer, self.stop = observer, stop
         self.store = None if folder is None else CheckpointStore(folder)
         self.members = [Lane(t, seed) for t in range(program.num_trials) for seed in seeds]
-        self.lanes = Lanes(program, self.members, layout, debug=settings.debug)
+        self.lanes = self._lanes(layout)
         self.history: dict[str, np.ndarray] = {}
         self.states: list[Any] = []
         self.step = 0
@@ -244,6 +284,10 @@ class _Cohort:
             for name, e in program.evaluations.items()
             if e.every is not None
         }
+
+    def _lanes(self, layout: Layout) -> Lanes:
+        settings = self.settings
+        return Lanes(self.program, self.members, layout, mesh=settings.mesh, debug=settings.debug)
 
     def train(self) -> None:
         """Runs to the last step, from the newest intact checkpoint."""
@@ -302,10 +346,10 @@ class _Cohort:
         settings, layout = self.settings, self.lanes.layout
         if settings.steps_per_dispatch == "auto":
             layout = dataclasses.replace(layout, steps_per_dispatch=meta["steps_per_dispatch"])
-        if settings.trial_axis == "auto":
+        if settings.trial_axis == "auto" and settings.mesh is None:
             layout = dataclasses.replace(layout, trial_axis=meta["trial_axis"])
         if layout != self.lanes.layout:
-            self.lanes = Lanes(self.program, self.members, layout, debug=settings.debug)
+            self.lanes = self._lanes(layout)
 
     def _adopt(self, restored: Restored) -> dict[str, np.ndarray]:
         """The saved history, widened if the run has been given more steps."""

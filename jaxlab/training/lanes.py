@@ -1,12 +1,14 @@
 """The trial axis: how the lanes of a program (its trials times replicates) share the devices.
 
-Two layouts compute the same mathematics:
+Three ways compute the same mathematics:
 
 * `loop`: one compiled program of one lane, called for each lane in turn. Bit-equal to single
   runs and compiled at single-run cost; the rule on one CPU device, where batching lanes was
   measured to be no faster.
 * `vmap`: all lanes in one program, the lane axis sharded over the devices, in groups that the
   memory of the device allows; the rule on accelerators and on several devices.
+* on a mesh: one lane at a time on all devices, its batch and its state sharded; where the user
+  asks for a mesh, and on several processes.
 
 Several steps go into one dispatch of a compiled loop whose trip count is an argument, so any
 interval between evaluations or checkpoints uses the same compiled program.
@@ -24,8 +26,9 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
+from jaxlab.training.placement import ByLane, OneDevice, OnMesh, Placement, Role
 from jaxlab.training.program import Evaluation, Program
 
 __all__ = ["Lane", "Lanes", "Layout", "choose_layout"]
@@ -89,6 +92,7 @@ class Lanes:
       program: what to run.
       lanes: trial-major.
       layout: from `choose_layout`.
+      mesh: run each lane on all of these devices; the layout's trial axis must be `loop`.
       debug: run without compilation, so that values can be printed and NaNs located.
 
     Attributes:
@@ -96,102 +100,106 @@ class Lanes:
     """
 
     def __init__(
-        self, program: Program, lanes: Sequence[Lane], layout: Layout, *, debug: bool = False
+        self,
+        program: Program,
+        lanes: Sequence[Lane],
+        layout: Layout,
+        *,
+        mesh: Mesh | None = None,
+        debug: bool = False,
     ) -> None:
         self.program, self.lanes, self.layout = program, list(lanes), layout
         self.compile_seconds = 0.0
-        self._debug = debug
-        self._batched = layout.trial_axis == "vmap"
+        self._debug, self._mesh = debug, mesh
         self._compiled: dict[tuple[str, int], Callable[..., Any]] = {}
-        threads = min(len(self.lanes), len(os.sched_getaffinity(0)))
-        parallel = not self._batched and not debug and jax.default_backend() == "cpu"
-        self._pool = ThreadPoolExecutor(threads) if parallel and threads > 1 else None
-        self._set_groups(len(self.lanes) if self._batched else 1)
+        self._place: Placement = ByLane() if layout.trial_axis == "vmap" else OneDevice()
+        if mesh is not None:
+            if layout.trial_axis == "vmap":
+                raise ValueError("trial_axis=vmap: on a mesh lanes run one by one (loop)")
+            self._place = OnMesh(mesh, program)
+        threads = min(len(self.lanes), _num_processors())
+        parallel = isinstance(self._place, OneDevice) and jax.default_backend() == "cpu"
+        self._pool = ThreadPoolExecutor(threads) if parallel and threads > 1 and not debug else None
+        self._set_groups(len(self.lanes) if self._place.lanes_together else 1)
 
     def _set_groups(self, size: int) -> None:
         order = list(range(len(self.lanes)))
         self._groups = [order[i : i + size] for i in range(0, len(order), size)]
-        trials = [self.program.trial(lane.trial) for lane in self.lanes]
-        self._trials = [self._gather(trials, group) for group in self._groups]
+        self._trials = [
+            self._group(group, lambda lane: self.program.trial(lane.trial), "trial")
+            for group in self._groups
+        ]
 
-    def _gather(self, values: Sequence[Any], group: Sequence[int]) -> Any:
-        """One group's argument from a list with one pytree of arrays a lane."""
-        if not self._batched:
-            return jax.tree.map(jnp.asarray, values[group[0]])
-        stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *[values[i] for i in group])
-        return jax.device_put(stacked, self._sharding(len(group)))
+    def _group(self, group: Sequence[int], of_lane: Callable[[Lane], Any], role: Role) -> Any:
+        return self._place.group([of_lane(self.lanes[i]) for i in group], role)
 
-    @staticmethod
-    def _sharding(group_size: int) -> NamedSharding:
-        """Shards the lane axis over the largest number of devices that divides it."""
-        devices = jax.devices()
-        count = max(n for n in range(1, len(devices) + 1) if group_size % n == 0)
-        mesh = jax.make_mesh(
-            (count,), ("lane",), axis_types=(AxisType.Auto,), devices=devices[:count]
-        )
-        return NamedSharding(mesh, PartitionSpec("lane"))
+    def _count(self, count: int) -> Any:
+        if isinstance(self._place, OnMesh):
+            return self._place.group([np.int32(count)], "count")
+        return np.int32(count)
 
-    def _over_group(self, function: Callable[..., Any], num_args: int) -> Callable[..., Any]:
-        """`function` over a group; its last argument is a count that the lanes share."""
-        if not self._batched:
-            return function
-        return jax.vmap(function, in_axes=(0,) * (num_args - 1) + (None,))
+    def _call(
+        self,
+        name: str,
+        function: Callable[..., Any],
+        args: Sequence[Any],
+        roles: Sequence[Role],
+        results: Role | tuple[Role, ...],
+        donate: tuple[int, ...] = (),
+    ) -> Any:
+        if self._debug:
+            with jax.disable_jit(), jax.debug_nans(True):
+                return self._place.over(function, roles)(*args)
+        return self._compile(name, function, args, roles, results, donate)(*args)
 
     def _compile(
         self,
         name: str,
         function: Callable[..., Any],
-        args: tuple[Any, ...],
-        donate: tuple[int, ...],
+        args: Sequence[Any],
+        roles: Sequence[Role],
+        results: Role | tuple[Role, ...],
+        donate: tuple[int, ...] = (),
     ) -> Callable[..., Any]:
         """Traces and compiles, once for each group size.
 
         What is returned is a finished executable: a later call with another shape or type is an
         error, never a silent second trace.
         """
-        size = len(jax.tree.leaves(args[0])[0]) if self._batched else 1
+        size = len(jax.tree.leaves(args[0])[0]) if self._place.lanes_together else 1
         if (name, size) not in self._compiled:
             start = time.perf_counter()
-            over = self._over_group(function, len(args))
             shardings: dict[str, Any] = {}
-            if self._batched:
-                lanes = self._sharding(size)
-                shared = NamedSharding(lanes.mesh, PartitionSpec())
-                shardings["in_shardings"] = (*[lanes] * (len(args) - 1), shared)
-                shardings["out_shardings"] = lanes
+            if not isinstance(self._place, OneDevice):
+                one = isinstance(results, str)
+                found = [self._place.sharding(r, size) for r in ((results,) if one else results)]
+                shardings["in_shardings"] = tuple(self._place.sharding(r, size) for r in roles)
+                shardings["out_shardings"] = found[0] if one else tuple(found)
+            over = self._place.over(function, roles)
             jitted = jax.jit(over, donate_argnums=donate, **shardings)
             self._compiled[name, size] = jitted.lower(*args).compile()
             self.compile_seconds += time.perf_counter() - start
         return self._compiled[name, size]
 
-    def _call(
-        self, name: str, function: Callable[..., Any], *args: Any, donate: tuple[int, ...] = ()
-    ) -> Any:
-        if self._debug:
-            with jax.disable_jit(), jax.debug_nans(True):
-                return self._over_group(function, len(args))(*args)
-        return self._compile(name, function, args, donate)(*args)
-
     def init(self) -> list[Any]:
         """The states before the first step, each from its lane's seed alone."""
-        keys = [jax.random.key(lane.seed) for lane in self.lanes]
 
-        def one(trial: Any, key: jax.Array, _: jax.Array) -> Any:
-            return self.program.init(trial, key)
+        def one(trial: Any, seed: jax.Array) -> Any:
+            return self.program.init(trial, jax.random.key(seed))
 
-        states = [
-            self._call("init", one, trial, self._gather(keys, group), np.int32(0))
-            for group, trial in zip(self._groups, self._trials, strict=True)
-        ]
-        return self._fit_memory(states) if self._batched and not self._debug else states
+        states = []
+        for group, trial in zip(self._groups, self._trials, strict=True):
+            seeds = self._group(group, lambda lane: np.uint32(lane.seed), "trial")
+            states.append(self._call("init", one, (trial, seeds), ("trial", "trial"), "state"))
+        return self._fit_memory(states) if self._place.lanes_together else states
 
     def _fit_memory(self, states: list[Any]) -> list[Any]:
         """Halves the groups until the compiled step fits the device, where its limit is known."""
         limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
-        while limit and len(self._groups[0]) > 1:
+        while limit and len(self._groups[0]) > 1 and not self._debug:
             batches = self._batches(self.program.batches, self._groups[0], 0, 1)
-            args = (self._trials[0], states[0], batches, np.int32(1))
-            compiled = self._compile("step", self._step_function(), args, (1,))
+            args = (self._trials[0], states[0], batches, self._count(1))
+            compiled = self._compile("step", self._step_function(), args, *_STEP_ROLES, (1,))
             usage = compiled.memory_analysis()  # pyright: ignore[reportFunctionMemberAccess]
             arguments = usage.argument_size_in_bytes * len(self._groups)
             if usage.temp_size_in_bytes + arguments <= _MEMORY_SHARE * limit:
@@ -203,33 +211,32 @@ class Lanes:
 
     def split(self, states: list[Any]) -> list[Any]:
         """One pytree a lane."""
-        if not self._batched:
-            return list(states)
-        return [
-            jax.tree.map(lambda leaf, i=i: leaf[i], state)
-            for state, group in zip(states, self._groups, strict=True)
-            for i in range(len(group))
-        ]
+        return [lane for state in states for lane in self._place.split(state)]
 
     def join(self, lanes: Sequence[Any]) -> list[Any]:
         """The inverse of `split`."""
-        return [self._gather(lanes, group) for group in self._groups]
+        return [self._place.group([lanes[i] for i in group], "state") for group in self._groups]
 
     def stack(self, states: list[Any]) -> Any:
         """One pytree with a leading lane axis: what a checkpoint holds, whatever the layout."""
-        return _stack(*self.split(states))
+        lanes = self.split(states)
+        return self._place.stack(lanes) if isinstance(self._place, OnMesh) else _stack(*lanes)
 
     def unstack(self, stacked: Any) -> list[Any]:
         """The inverse of `stack`."""
+        if isinstance(self._place, OnMesh):
+            return [self._place.take(stacked, i) for i in range(len(self.lanes))]
         lanes = [jax.tree.map(lambda leaf, i=i: leaf[i], stacked) for i in range(len(self.lanes))]
         return self.join(lanes)
 
     def abstract_stacked(self) -> Any:
-        """Shapes and dtypes of `stack`'s result."""
+        """Shapes, dtypes and, on a mesh, shardings of `stack`'s result."""
         count = len(self.lanes)
-        return jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct((count, *leaf.shape), leaf.dtype),
-            self.program.abstract_state(),
+        return self._place.stacked(
+            jax.tree.map(
+                lambda leaf: jax.ShapeDtypeStruct((count, *leaf.shape), leaf.dtype),
+                self.program.abstract_state(),
+            )
         )
 
     def _batches(
@@ -243,11 +250,7 @@ class Lanes:
             items += [items[-1]] * (size - count)
             return jax.tree.map(lambda *leaves: np.stack(leaves), *items)
 
-        if not self._batched:
-            return of_lane(self.lanes[group[0]])
-        batches = [of_lane(self.lanes[i]) for i in group]
-        stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *batches)
-        return jax.device_put(stacked, self._sharding(len(group)))
+        return self._group(group, of_lane, "batch")
 
     def _step_function(self) -> Callable[..., Any]:
         step, size = self.program.step, self.layout.steps_per_dispatch
@@ -272,8 +275,8 @@ class Lanes:
 
         def one(i: int) -> tuple[Any, Any]:
             batches = self._batches(self.program.batches, self._groups[i], start, count)
-            args = (self._trials[i], states[i], batches, np.int32(count))
-            return self._call("step", function, *args, donate=(1,))
+            args = (self._trials[i], states[i], batches, self._count(count))
+            return self._call("step", function, args, *_STEP_ROLES, donate=(1,))
 
         done = self._each_group(one)
         return [state for state, _ in done], [metrics for _, metrics in done]
@@ -292,7 +295,7 @@ class Lanes:
     def fetch(self, metrics: list[Any], count: int) -> dict[str, np.ndarray]:
         """Waits for `advance`'s or `measure`'s metrics: name to array `[lane, count]`."""
         host = jax.device_get(metrics)
-        lift = (lambda x: x) if self._batched else (lambda x: x[None])
+        lift = (lambda x: x) if self._place.lanes_together else (lambda x: x[None])
         return {
             name: np.concatenate([lift(np.asarray(group[name]))[:, :count] for group in host])
             for name in host[0]
@@ -308,12 +311,14 @@ class Lanes:
         """
         evaluation, size = self.program.evaluations[name], self.layout.steps_per_dispatch
         function = _evaluation_function(evaluation, size)
+        roles: tuple[Role, ...] = ("trial", "state", "state", "batch", "count")
 
         def one(i: int) -> Any:
             batches = self._batches(evaluation.batches, self._groups[i], start, count)
             peer = () if peers is None else (peers[i],)
-            args = (self._trials[i], states[i], *peer, batches, np.int32(count))
-            return self._call(f"evaluate {name}", function, *args)
+            args = (self._trials[i], states[i], *peer, batches, self._count(count))
+            own = roles if peer else (*roles[:1], *roles[2:])
+            return self._call(f"evaluate {name}", function, args, own, "result")
 
         return self._each_group(one)
 
@@ -323,15 +328,28 @@ class Lanes:
             return {}
         summarize = self.program.summarize
 
-        def one(trial: Any, state: Any, _: jax.Array) -> Any:
+        def one(trial: Any, state: Any) -> Any:
             return dict(summarize(trial, state))
 
         found = [
-            self._call("summarize", one, trial, state, np.int32(0))
+            self._call("summarize", one, (trial, state), ("trial", "state"), "result")
             for trial, state in zip(self._trials, states, strict=True)
         ]
         lanes = self.split(jax.device_get(found))
         return {name: np.stack([lane[name] for lane in lanes]) for name in lanes[0]}
+
+
+_STEP_ROLES: tuple[tuple[Role, ...], tuple[Role, ...]] = (
+    ("trial", "state", "batch", "count"),
+    ("state", "result"),
+)
+
+
+def _num_processors() -> int:
+    """Processors that this process may use; not every system knows about affinity."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 @jax.jit

@@ -9,7 +9,16 @@ import jax
 import jax.numpy as jnp
 import optax
 
-__all__ = ["TrainState", "adamw", "decay_matrices", "init_state", "make_train_step"]
+from jaxlab.parallel.mesh import replicated
+
+__all__ = [
+    "TrainState",
+    "adamw",
+    "decay_matrices",
+    "init_state",
+    "make_train_step",
+    "state_shardings",
+]
 
 LossFn = Callable[[Any, Any, jax.Array], jax.Array]
 
@@ -22,12 +31,14 @@ class TrainState(NamedTuple):
       params: the network's parameters.
       opt_state: Optax's state.
       key: PRNG key of this replicate; step t uses `fold_in(key, t)`.
+      ema: exponential moving average of the parameters, or None.
     """
 
     step: jax.Array
     params: Any
     opt_state: Any
     key: jax.Array
+    ema: Any = None
 
 
 def decay_matrices(params: Any) -> Any:
@@ -75,21 +86,74 @@ def adamw(
     )
 
 
-def init_state(params: Any, optimizer: optax.GradientTransformation, key: jax.Array) -> TrainState:
-    """The state before the first step."""
+def init_state(
+    params: Any,
+    optimizer: optax.GradientTransformation,
+    key: jax.Array,
+    *,
+    average: bool = False,
+) -> TrainState:
+    """The state before the first step.
+
+    Args:
+      params: the network's parameters.
+      optimizer: from `adamw`, or any of Optax.
+      key: PRNG key of this replicate.
+      average: whether the state carries a moving average of the parameters, for
+        `make_train_step(ema_decay=...)`.
+    """
     with jax.numpy_dtype_promotion("standard"):
         opt_state = optimizer.init(params)
-    return TrainState(jnp.zeros((), jnp.int32), params, opt_state, key)
+    # Copied: two leaves that are one buffer could not both be donated.
+    ema = jax.tree.map(jnp.array, params) if average else None
+    return TrainState(jnp.zeros((), jnp.int32), params, opt_state, key, ema)
+
+
+def state_shardings(
+    state: TrainState,
+    optimizer: optax.GradientTransformation,
+    params: Any,
+    mesh: jax.sharding.Mesh,
+) -> TrainState:
+    """Where each part of a state lies on a mesh, from where its parameters do.
+
+    Optax tells which leaves of its state belong to parameters, so nothing is guessed from shapes;
+    everything else is whole on every device.
+
+    Args:
+      state: abstract, e.g. `Program.abstract_state()`.
+      optimizer: whose state it holds.
+      params: pytree of shardings of the parameters.
+      mesh: they lie on.
+    """
+    whole = replicated(mesh)
+    opt_state = optax.tree_map_params(
+        optimizer,
+        lambda _, sharding: sharding,
+        state.opt_state,
+        params,
+        transform_non_params=lambda _: whole,
+    )
+    return TrainState(whole, params, opt_state, whole, None if state.ema is None else params)
 
 
 def make_train_step(
-    loss_fn: LossFn, optimizer_fn: Callable[[Any], optax.GradientTransformation]
+    loss_fn: LossFn,
+    optimizer_fn: Callable[[Any], optax.GradientTransformation],
+    *,
+    accumulate: int = 1,
+    ema_decay: float | None = None,
 ) -> Callable[[Any, TrainState, Any], tuple[TrainState, dict[str, jax.Array]]]:
     """A pure train step for `Program.step`.
 
     Args:
       loss_fn: `(params, batch, key) -> float32 scalar`.
       optimizer_fn: a trial's arrays to its optimiser.
+      accumulate: parts into which each batch is cut, whose gradients are averaged before the
+        update: less memory, the same step up to rounding. Every part must weigh the same in
+        the loss, and the batch's first axis must be a multiple.
+      ema_decay: the state's average becomes `decay * average + (1 - decay) * parameters` after
+        each update; None leaves it alone.
 
     Returns:
       `(trial, state, batch) -> (state, {"loss", "grad_norm"})`; both float32 scalars, measured
@@ -98,13 +162,44 @@ def make_train_step(
 
     def step(trial: Any, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         key = jax.random.fold_in(state.key, state.step)
-        loss, grads = jax.value_and_grad(loss_fn)(state.params, batch, key)
+        loss, grads = _loss_and_grads(loss_fn, state.params, batch, key, accumulate)
         norm = optax.tree.norm(grads)
         # Optax's bias correction and schedules mix float32 with int32 counts.
         with jax.numpy_dtype_promotion("standard"):
             updates, opt_state = optimizer_fn(trial).update(grads, state.opt_state, state.params)
             params = optax.apply_updates(state.params, updates)
         metrics = {"loss": loss, "grad_norm": norm.astype(jnp.float32)}
-        return TrainState(state.step + 1, params, opt_state, state.key), metrics
+        ema = state.ema
+        if ema_decay is not None:
+            ema = jax.tree.map(
+                lambda old, new: (old + (1 - ema_decay) * (new - old)).astype(old.dtype),
+                ema,
+                params,
+            )
+        return TrainState(state.step + 1, params, opt_state, state.key, ema), metrics
 
     return step
+
+
+def _loss_and_grads(
+    loss_fn: LossFn, params: Any, batch: Any, key: jax.Array, accumulate: int
+) -> tuple[jax.Array, Any]:
+    """The loss and its gradient, over the batch as a whole or part by part."""
+    if accumulate == 1:
+        return jax.value_and_grad(loss_fn)(params, batch, key)
+
+    def part(leaf: jax.Array) -> jax.Array:
+        # Strided, so that every device keeps its own examples in each part.
+        split = leaf.reshape(leaf.shape[0] // accumulate, accumulate, *leaf.shape[1:])
+        return split.swapaxes(0, 1)
+
+    def add(carry: Any, item: Any) -> tuple[Any, None]:
+        i, part_of_batch = item
+        found = jax.value_and_grad(loss_fn)(params, part_of_batch, jax.random.fold_in(key, i))
+        return jax.tree.map(lambda a, b: a + b, carry, found), None
+
+    loss_shape = jax.eval_shape(loss_fn, params, jax.tree.map(lambda x: part(x)[0], batch), key)
+    zero = (jnp.zeros((), loss_shape.dtype), jax.tree.map(jnp.zeros_like, params))
+    places = jnp.arange(accumulate, dtype=jnp.int32)
+    total, _ = jax.lax.scan(add, zero, (places, jax.tree.map(part, batch)))
+    return jax.tree.map(lambda x: x / accumulate, total)

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from jaxlab.errors import UserError
 
@@ -67,6 +68,8 @@ class Program:
       best: `evaluation/metric` whose smallest value marks the best checkpoint; None keeps only
         the newest.
       examples_per_step: sequences, images, ... in a batch, for the report.
+      shardings: `mesh -> pytree of shardings` of one replicate's state; None keeps states whole on
+        every device.
       fingerprint: names the data; a resume on other data is refused.
       loop_friendly: False for networks with convolutions, which are many times slower inside a
         compiled loop on CPUs.
@@ -82,6 +85,7 @@ class Program:
     summarize: Callable[[Any, Any], Mapping[str, Any]] | None = None
     best: str | None = None
     examples_per_step: int = 1
+    shardings: Callable[[Mesh], Any] | None = None
     fingerprint: str = ""
     loop_friendly: bool = True
 

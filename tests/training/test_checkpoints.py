@@ -177,7 +177,7 @@ def test_a_fallback_resumes_to_the_same_end(tmp_path):
     settings = DriveSettings(checkpoint_every=10)
     arguments = {"observer": Silent(), "folder": epath.Path(tmp_path)}
     whole = drive(toy_program(), [100, 101], settings, **arguments)
-    flip_bit(tmp_path / "toy" / "replicates-00000-00002" / "30")
+    truncate(tmp_path / "toy" / "replicates-00000-00002" / "30")
     with pytest.warns(UserWarning, match="checkpoint 30 .* is damaged"):
         again = drive(toy_program(), [100, 101], settings, **arguments)
     for name, value in whole.arrays.items():
