@@ -7,18 +7,21 @@ mistake is one line on standard error and exit code 2.
 from __future__ import annotations
 
 import errno
+import importlib.util
 import os
 import pathlib
 import signal
 import sys
+import tempfile
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from jaxlab.errors import JaxlabError, UserError
-from jaxlab.experiments import composition, registry
-from jaxlab.experiments.base import RunConfig, config_fields, flatten, identity_digest, to_dict
 
+# Everything else is imported by the functions that need it: the first moments of the process, in
+# which Ctrl-C would print Python's traceback, stay short.
 if TYPE_CHECKING:
+    from jaxlab.experiments.base import RunConfig
     from jaxlab.reporting.report import Result
 
 __all__ = ["main"]
@@ -42,8 +45,17 @@ The same command finds its own run again: it resumes it, or says that it is fini
 Exit codes: 0 done, 1 failed, 2 bad input, 3 diverged, 4 a claim does not hold (with
 fail_on_claims=true), 130 or 143 stopped and resumable.
 """
-_CLAIMS_FAILED = 4
-_WIDTH = 100
+_BOARD_USAGE = (
+    "usage: python -m jaxlab.run board [DIR]     all results below DIR (runs) in one table"
+)
+_FLAGS = {"-h": "--help", "--help": "--help", "-m": "--multirun", "--multirun": "--multirun"}
+# Object stores that paths can name: the package that reads each, and how to install it.
+_STORES = {
+    "gs": ("gcsfs", "'jaxlab[gcs]'"),
+    "s3": ("s3fs", "s3fs"),
+    "az": ("adlfs", "adlfs"),
+    "hf": ("huggingface_hub", "huggingface_hub"),
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -80,12 +92,14 @@ def _of_file(error: OSError) -> str:
 
 
 def _dispatch(words: list[str]) -> int:
-    if words[:1] == ["board"]:
-        return _board(words[1:])
     flags, assignments = _split_flags(words)
+    if words[:1] == ["board"]:
+        return _board(words[1:], "--help" in flags)
     if "--help" in flags:
         print(_help(assignments), end="")
         return 0
+    from jaxlab.experiments import composition
+
     multirun = "--multirun" in flags
     overrides = composition.prepare_overrides(assignments, multirun=multirun)
     if multirun:
@@ -99,7 +113,6 @@ def _dispatch(words: list[str]) -> int:
 
 def _split_flags(words: list[str]) -> tuple[set[str], list[str]]:
     """Flags by their long names, and the `field=value` words."""
-    known = {"-h": "--help", "--help": "--help", "-m": "--multirun", "--multirun": "--multirun"}
     flags: set[str] = set()
     assignments: list[str] = []
     rest = iter(words)
@@ -109,20 +122,25 @@ def _split_flags(words: list[str]) -> tuple[set[str], list[str]]:
             if kind != "job":
                 raise UserError("--cfg", kind, "allowed: job")
             flags.add("--cfg")
+        elif word in _FLAGS:
+            flags.add(_FLAGS[word])
         elif word.startswith("-"):
-            if word not in known:
-                problem = registry.nearest(word, ["--help", "--cfg", "-m", "--multirun"])
-                raise UserError("flag", word, f"unknown; {problem}")
-            flags.add(known[word])
+            from jaxlab.experiments.registry import nearest
+
+            problem = "allowed: -h, -c job, -m"
+            if word.startswith("--"):
+                problem = nearest(word, ["--help", "--cfg", "-m", "--multirun"])
+            raise UserError("flag", word, f"unknown; {problem}")
         else:
             assignments.append(word)
     return flags, assignments
 
 
 def _help(assignments: list[str]) -> str:
-    typed = dict(word.split("=", 1) for word in assignments if "=" in word)
-    if "method" in typed:
-        return _method_help(typed["method"])
+    from jaxlab.experiments import registry
+
+    if any("=" in word for word in assignments):
+        return _method_help(assignments)
     width = max(len(slug) for slug in registry.METHODS)
     methods = "\n".join(
         f"  {entry.slug:<{width}}  {entry.summary}  [variant={'|'.join(entry.variants)}]"
@@ -131,14 +149,19 @@ def _help(assignments: list[str]) -> str:
     return _USAGE.format(methods=methods)
 
 
-def _method_help(slug: str) -> str:
-    entry = registry.find_method(slug)
-    cls = registry.config_class(slug)
-    defaults = flatten(to_dict(composition.validate(slug, {})))
+def _method_help(assignments: list[str]) -> str:
+    """The fields of a method, with the values that these words would run with."""
+    from jaxlab.experiments import composition, registry
+    from jaxlab.experiments.base import config_fields, flatten, to_dict
+
+    config = composition.compose_config(composition.prepare_overrides(assignments))
+    entry = registry.find_method(config.method)
+    values = flatten(to_dict(config))
     lines = [
-        f"{slug}: {entry.summary}",
+        f"{entry.slug}: {entry.summary}",
         f"variants: {', '.join(entry.variants)}",
         f"presets: {', '.join(entry.presets)}",
+        f"values below: variant={config.variant} preset={config.preset}",
         "",
     ]
     groups = {
@@ -148,11 +171,11 @@ def _method_help(slug: str) -> str:
     }
     for title, role in groups.items():
         lines.append(f"{title}:")
-        for name, info in config_fields(cls).items():
+        for name, info in config_fields(type(config)).items():
             if info.role == role:
                 star = "*" if info.traced else " "
-                value = "null" if defaults[name] is None else defaults[name]
-                lines.append(f" {star}{name}={value}  {info.description}")
+                value = "null" if values[name] is None else values[name]
+                lines.append(f" {star}{name}={value}  {info.description} [{info.allowed}]")
         lines.append("")
     return "\n".join(lines)
 
@@ -160,60 +183,115 @@ def _method_help(slug: str) -> str:
 def _as_yaml(config: RunConfig) -> str:
     import yaml
 
+    from jaxlab.experiments.base import to_dict
+
     return yaml.safe_dump(to_dict(config), sort_keys=False)
 
 
-def _board(words: list[str]) -> int:
-    from jaxlab.reporting.board import board_text
-
+def _board(words: list[str], usage: bool) -> int:
+    if usage:
+        print(_BOARD_USAGE)
+        return 0
     if len(words) > 1:
         raise UserError("board", " ".join(words), "one folder at most")
-    print(board_text(words[0] if words else "runs", _WIDTH))
+    folder = os.path.expanduser(words[0]) if words else "runs"
+    _check_store(folder, "board")
+    from jaxlab.reporting.board import board_text
+    from jaxlab.sweeps.outcome import TABLE_WIDTH
+
+    print(board_text(folder, TABLE_WIDTH))
     return 0
 
 
 def _single(config: RunConfig) -> int:
-    from jaxlab.reporting.directory import check_writable
+    from jaxlab.experiments.base import identity_digest
 
     run_dir = config.run_dir or f"runs/{config.method}/{identity_digest(config)}"
-    check_writable(run_dir)
+    _check_folders(config, run_dir)
     from jaxlab.experiments.runner import run
 
     result = run(config, run_dir)
     from jaxlab.parallel.processes import is_main
+    from jaxlab.sweeps.outcome import claims_code
 
     if not config.quiet and is_main():
         _print_result(result, run_dir)
-    failed = any(claim.kind == "claim" and not claim.holds for claim in result.claims)
-    return _CLAIMS_FAILED if failed and config.fail_on_claims else 0
+    return claims_code(result.claims, config)
+
+
+def _check_folders(config: RunConfig, run_dir: str) -> None:
+    """Refuses folders that cannot be used, before anything is created or JAX is imported."""
+    from jaxlab.reporting.directory import check_writable
+
+    _check_store(run_dir, "run_dir")
+    check_writable(run_dir)
+    cache = config.compilation_cache
+    if cache not in ("auto", "off"):
+        _check_store(cache, "compilation_cache")
+        check_writable(cache, "compilation_cache")
+        _check_creatable(cache, "compilation_cache")
+
+
+def _check_creatable(path: str, field: str) -> None:
+    """Permissions do not tell everything: /proc allows no folder to anybody."""
+    place = pathlib.Path(path).absolute()
+    while not place.exists():
+        place = place.parent
+    try:
+        with tempfile.TemporaryDirectory(dir=place):
+            pass
+    except OSError as error:
+        raise UserError(field, path, f"cannot be written: {error.strerror}") from None
+
+
+def _check_store(path: str, field: str) -> None:
+    """Refuses an address whose store is unknown, or whose package is not installed.
+
+    Raises:
+      UserError: saying what to install, or what to write.
+    """
+    scheme, mark, _ = path.partition("://")
+    if not mark:
+        return
+    if scheme not in _STORES:
+        stores = ", ".join(f"{name}://" for name in _STORES)
+        raise UserError(field, path, f"allowed: a folder's plain path, or {stores}")
+    package, install = _STORES[scheme]
+    if importlib.util.find_spec(package) is None:
+        raise UserError(field, path, f"needs the package {package}: pip install {install}")
 
 
 def _print_result(result: Result, run_dir: str) -> None:
+    from etils import epath
+
     from jaxlab.reporting.report import claim_table_text
+    from jaxlab.sweeps.outcome import TABLE_WIDTH
 
     if result.provenance.get("finished_before"):
         print(f"{run_dir} is finished already; this is what it found.")
-    print(claim_table_text(result, _WIDTH))
-    folder = pathlib.Path(run_dir)
+    print(claim_table_text(result, TABLE_WIDTH))
+    folder = epath.Path(run_dir)
     figures = sorted((folder / "figures").glob("*.png"))
     for path in (*figures, folder / "result.json", folder / "report.md"):
-        print(path)
+        print(os.fspath(path))
 
 
 def _sweep(overrides: list[str], *, show: bool) -> int:
     """Validates every combination, then lets Hydra's launcher run them."""
-    combinations = composition.expand_sweep(overrides)
-    configs = [composition.compose_config(combination) for combination in combinations]
+    from jaxlab.sweeps.sweep import plan_sweep, run_sweep, sweep_directory
+
+    trials = plan_sweep(overrides)
+    configs = [trial.config for trial in trials]
     if show:
         print("---\n".join(_as_yaml(config) for config in configs), end="")
         return 0
-    from jaxlab.reporting.directory import check_writable
-    from jaxlab.sweeps.sweep import run_sweep, sweep_directory
-
     folder = configs[0].run_dir or sweep_directory(configs)
-    check_writable(folder)
-    return run_sweep(overrides, configs, folder)
+    _check_folders(configs[0], folder)
+    return run_sweep(trials, folder)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)

@@ -43,6 +43,7 @@ _BLOCK = 1 << 18  # bytes
 _PIECE = 1 << 18  # characters
 _LONGEST_LINE = 1 << 28  # bytes; a compressed file can hold a line of any length
 _PARQUET_ROWS = 64
+_WHOLE_GZIP = "allowed: a whole gzip file under this name"
 _UTF16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 _KINDS = {
     dict: "an object",
@@ -227,9 +228,9 @@ def read_pieces(
     skip_bad: bool = False,
     on_skip: OnSkip | None = None,
 ) -> Iterator[Piece]:
-    """The documents in pieces of at most 262144 characters, for which `read_documents` is too big.
+    """What `read_documents` reads, in pieces: for documents too long to hold as a whole.
 
-    Long documents are cut where `tokenizers.cut_place` says.
+    A piece has at most 262144 characters and ends where `tokenizers.cut_place` says.
 
     Args:
       source: from `find_source`.
@@ -253,7 +254,11 @@ def read_pieces(
         except _BadInputError as bad:
             skips.bad(file.name, bad)
     if not found:
-        raise UserError("data.path", source.shown, f"holds no text{skips.summary()}")
+        raise UserError(
+            "data.path",
+            source.shown,
+            f"holds no text; allowed: at least one document{skips.summary()}",
+        )
 
 
 def read_json_lines(
@@ -394,7 +399,7 @@ def _kind_of(
     if not stat.S_ISREG(status.st_mode):
         raise _BadInputError(f"is {_special(status.st_mode)}; allowed: files and folders")
     if any("\ud800" <= letter <= "\udfff" for letter in entry.name):
-        raise _BadInputError("its name is not UTF-8")
+        raise _BadInputError("its name is not UTF-8; allowed: UTF-8")
     return "file"
 
 
@@ -453,7 +458,7 @@ def _text_file_pieces(file: SourceFile, *, careful: bool) -> Iterator[Piece]:
             pass
     first = True
     for text in _text(file):
-        # Seldom more than one piece is read twice here.
+        # Reads again only what begins with a whole piece of white space.
         if first and text.isspace() and all(part.isspace() for part in _text(file)):
             return
         yield Piece(file.name, text, first)
@@ -476,13 +481,15 @@ def _blocks(file: SourceFile) -> Iterator[bytes]:
                     first = False
                 yield block
     except EOFError as error:
-        raise _BadInputError("is cut off: its gzip data have no end") from error
+        raise _BadInputError(f"is cut off: its gzip data have no end; {_WHOLE_GZIP}") from error
     except gzip.BadGzipFile as error:
         if first:
-            raise _BadInputError("is not gzip data, as its name says") from error
-        raise _BadInputError("is damaged: its gzip checksum or what follows is wrong") from error
+            raise _BadInputError(f"is not gzip data; {_WHOLE_GZIP}") from error
+        reason = f"is damaged: its gzip checksum or what follows is wrong; {_WHOLE_GZIP}"
+        raise _BadInputError(reason) from error
     except zlib.error as error:
-        raise _BadInputError("is damaged: its gzip data cannot be decompressed") from error
+        reason = f"is damaged: its gzip data cannot be decompressed; {_WHOLE_GZIP}"
+        raise _BadInputError(reason) from error
     except OSError as error:
         raise _BadInputError(f"cannot be read: {_reason(error)}") from error
 
@@ -706,7 +713,8 @@ def _parquet_values(file: SourceFile, field: str) -> Iterator[tuple[int, bytes |
                     yield row, value.as_py()
     except (arrow.ArrowException, OSError) as error:
         place = f"row {row + 1}" if row else ""
-        raise _BadInputError(f"is damaged or not Parquet: {_reason(error)}", place) from error
+        reason = f"is damaged or not Parquet: {_reason(error)}; allowed: a whole Parquet file"
+        raise _BadInputError(reason, place) from error
 
 
 def _check_column(arrow: Any, schema: Any, field: str, file: SourceFile) -> None:

@@ -16,9 +16,11 @@ import dataclasses
 import functools
 import hashlib
 import json
-from typing import Annotated, Any, Literal, TypeVar, dataclass_transform
+import os
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, TypeVar, dataclass_transform, get_args, get_origin
 
-from pydantic import ConfigDict, Field, TypeAdapter
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, TypeAdapter
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 
 __all__ = [
@@ -42,8 +44,12 @@ Role = Literal["identity", "extent", "execution"]
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
 def configuration(cls: type[C]) -> type[C]:
-    """Class decorator: a frozen, keyword-only, validated dataclass that refuses unknown fields."""
-    return pydantic_dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))(cls)  # pyright: ignore[reportReturnType]
+    """Class decorator: a frozen, keyword-only, validated dataclass.
+
+    It refuses unknown fields, and NaN and infinities where a field does not allow them by itself.
+    """
+    strict = ConfigDict(extra="forbid", allow_inf_nan=False)
+    return pydantic_dataclass(frozen=True, kw_only=True, config=strict)(cls)  # pyright: ignore[reportReturnType]
 
 
 def option(
@@ -59,6 +65,18 @@ def option(
     """
     extra = {"role": role, "traced": traced}
     return Field(description=description, json_schema_extra=extra, **bounds)
+
+
+def _as_text(value: Any) -> Any:
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
+
+
+def _expanded(path: str | None) -> str | None:
+    return path and os.path.expanduser(path)
+
+
+# A folder is given as text or as a path object; a leading ~ is expanded once, here.
+_from_path, _expand_user = BeforeValidator(_as_text), AfterValidator(_expanded)
 
 
 @configuration
@@ -138,6 +156,8 @@ class RunConfig:
             role="execution",
             min_length=1,
         ),
+        _from_path,
+        _expand_user,
     ] = None
     trial_axis: Annotated[
         Literal["auto", "loop", "vmap"],
@@ -146,7 +166,7 @@ class RunConfig:
         ),
     ] = "auto"
     steps_per_dispatch: Annotated[
-        int | Literal["auto"],
+        Annotated[int, Field(ge=1, le=1_000_000)] | Literal["auto"],
         option("Training steps in one call of the compiled program.", role="execution"),
     ] = "auto"
     precision: Annotated[
@@ -156,17 +176,20 @@ class RunConfig:
     mesh: Annotated[MeshConfig, Field()] = MeshConfig()
     distributed: Annotated[DistributedConfig, Field()] = DistributedConfig()
     checkpoint_every: Annotated[
-        int, option("Steps between checkpoints.", role="execution", ge=1)
+        int, option("Steps between checkpoints.", role="execution", ge=1, le=10_000_000)
     ] = 200
     log_every: Annotated[
-        int, option("Steps between lines of metrics.jsonl.", role="execution", ge=1)
+        int, option("Steps between lines of metrics.jsonl.", role="execution", ge=1, le=10_000_000)
     ] = 10
     compilation_cache: Annotated[
         str,
         option(
             "Folder of compiled programs, or auto (the user's cache folder), or off.",
             role="execution",
+            min_length=1,
         ),
+        _from_path,
+        _expand_user,
     ] = "auto"
     tensorboard: Annotated[bool, option("Write TensorBoard events.", role="execution")] = True
     quiet: Annotated[bool, option("Print nothing but errors.", role="execution")] = False
@@ -183,12 +206,16 @@ class RunConfig:
 
 @dataclasses.dataclass(frozen=True)
 class FieldInfo:
-    """What a dotted field of a configuration is: see the module's text."""
+    """What a dotted field of a configuration is: see the module's text.
+
+    `allowed` says in words which values it takes.
+    """
 
     role: Role
     traced: bool
     description: str
     annotation: Any
+    allowed: str
 
 
 @functools.lru_cache(maxsize=64)
@@ -208,8 +235,35 @@ def config_fields(cls: type) -> dict[str, FieldInfo]:
             bool(extra["traced"]),
             info.description or "",
             info.annotation,
+            _allowed(info.annotation, info.metadata),
         )
     return found
+
+
+def _allowed(annotation: Any, metadata: Sequence[Any]) -> str:
+    """The values of a type with pydantic's bounds, e.g. `whole number >= 1 or auto`."""
+    names = {bool: "true or false", int: "whole number", float: "number", str: "text"}
+    marks = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
+    bounds = [
+        f"{sign} {getattr(item, key):.12g}"
+        for item in metadata
+        for key, sign in marks.items()
+        if getattr(item, key, None) is not None
+    ]
+    limits = " " + ", ".join(bounds) if bounds else ""
+    if annotation in names:
+        return names[annotation] + limits
+    if annotation is type(None):
+        return "null"
+    members = get_args(annotation)
+    if get_origin(annotation) is Literal:
+        return ", ".join(map(str, members))
+    if get_origin(annotation) is Annotated:
+        inner = [item for info in members[1:] for item in getattr(info, "metadata", ())]
+        return _allowed(members[0], inner)
+    texts = [_allowed(member, ()) for member in members]
+    texts[0] += limits
+    return " or ".join(texts)
 
 
 def to_dict(config: RunConfig) -> dict[str, Any]:

@@ -6,8 +6,11 @@ created or JAX is imported, and every mistake becomes one `UserError`.
 
 from __future__ import annotations
 
+import copy
 import importlib.resources
 import itertools
+import math
+import os
 import pathlib
 import re
 import shlex
@@ -18,7 +21,12 @@ from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import (
+    Override,
+    QuotedString,
+    Transformer,
+    ValueType,
+)
 from hydra.errors import HydraException, MissingConfigException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -26,22 +34,26 @@ from pydantic import TypeAdapter, ValidationError
 
 from jaxlab.errors import UserError
 from jaxlab.experiments import registry
-from jaxlab.experiments.base import RunConfig, config_fields, flatten, to_dict
+from jaxlab.experiments.base import FieldInfo, RunConfig, config_fields, flatten, to_dict
 
 __all__ = [
     "command_of",
     "compose_config",
+    "compose_configs",
     "config_directory",
     "expand_sweep",
     "make_config",
+    "parse_override",
     "prepare_overrides",
+    "register_defaults",
     "validate",
 ]
 
 _CHOICES = ("method", "variant", "preset")
 _GROUPS = ("scale",)
 _DEFAULTS = {"method": "trec", "preset": "cpu"}
-_MAX_PRODUCT = 100
+_MAX_PRODUCT = 10_000
+_HYDRA_KEYS = r"hydra/launcher|hydra\.launcher\..+"
 
 
 def config_directory() -> pathlib.Path:
@@ -73,72 +85,128 @@ def prepare_overrides(words: Sequence[str], *, multirun: bool = False) -> list[s
 
     Raises:
       UserError: a word is no assignment, or its field is unknown, or it has several values
-        without `multirun`.
+        without `multirun`, or several of a field that does not change what is computed.
     """
-    typed = dict(word.split("=", 1) for word in words if "=" in word)
-    slugs = [text.strip() for text in typed.get("method", _DEFAULTS["method"]).split(",")]
-    classes = [registry.config_class(slug) for slug in slugs]
-    fields = {name: info for cls in classes for name, info in config_fields(cls).items()}
-    parsed = [_parse(_quote_text(word, fields, multirun), multirun) for word in words]
+    for word in words:
+        if "=" not in word:
+            raise UserError("argument", word, "not an assignment; write field=value")
     chosen: dict[str, list[str]] = {name: [value] for name, value in _DEFAULTS.items()}
+    for word in words:
+        if word.partition("=")[0] in _CHOICES:
+            override = _parse(word, multirun)
+            chosen[override.key_or_group] = _values(override)
+    classes = [registry.config_class(slug) for slug in chosen["method"]]
+    fields = {name: info for cls in classes for name, info in config_fields(cls).items()}
     rest: list[str] = []
-    for override in parsed:
-        key = override.key_or_group
+    for word in words:
+        key = word.partition("=")[0]
         if key in _CHOICES:
-            chosen[key] = _values(override)
             continue
-        _check_key(override, fields)
+        _check_key(word, fields)
+        override = _parse(_quote_text(word, fields, multirun), multirun)
+        if override.is_sweep_override():
+            _check_sweep(word, fields)
+        elif key in _GROUPS:
+            _check_file(key, _values(override)[0])
         rest.append(override.input_line or "")
     return [_method_choice(chosen), *rest]
 
 
+def parse_override(word: str) -> Override:
+    """A `field=value` word as Hydra's grammar reads it."""
+    return OverridesParser.create().parse_override(word)
+
+
 def _parse(word: str, multirun: bool) -> Override:
-    key, equals, value = word.partition("=")
-    if not equals:
-        raise UserError(word, "", "not an assignment; write field=value")
-    if key.startswith(("+", "~")):
-        raise UserError(key, value, f"write the field without {key[0]}")
+    key, _, value = word.partition("=")
     try:
-        override = OverridesParser.create().parse_override(word)
-    except HydraException as error:
-        first = str(error).splitlines()[0]
-        raise UserError(
-            key, value, f"cannot be read ({first}); quote it: {key}='\"...\"'"
-        ) from None
-    if override.is_sweep_override() and not multirun:
+        override = parse_override(word)
+    except (HydraException, ValueError, TypeError, ArithmeticError):
+        raise UserError(key, value, f"cannot be read; quote text: {key}='\"...\"'") from None
+    if not override.is_sweep_override():
+        return override
+    if not multirun:
         raise UserError(key, value, "several values need -m (a sweep), or quotes if it is text")
+    if not _can_be_listed(override):
+        raise UserError(key, value, "allowed in a sweep: a,b,c or choice(...) or range(...)")
     return override
 
 
-def _quote_text(word: str, fields: Mapping[str, Any], multirun: bool) -> str:
-    """Protects free text from Hydra's grammar: a folder's name may hold commas and spaces."""
+def _can_be_listed(sweep: Override) -> bool:
+    if sweep.value_type in (ValueType.INTERVAL_SWEEP, ValueType.GLOB_CHOICE_SWEEP):
+        return False
+    try:
+        return bool(_values(sweep))  # a range may be empty
+    except (HydraException, ValueError, ArithmeticError):  # or have a step of zero
+        return False
+
+
+def _check_sweep(word: str, fields: Mapping[str, FieldInfo]) -> None:
+    """A sweep varies what is computed: its trials' folders are named by that."""
+    key, _, value = word.partition("=")
+    if key not in fields or fields[key].role != "identity":
+        role = fields[key].role if key in fields else "execution"
+        raise UserError(
+            key, value, f"one value; a sweep varies what is computed (identity), not {role} fields"
+        )
+
+
+def _quote_text(word: str, fields: Mapping[str, FieldInfo], multirun: bool) -> str:
+    """Protects free text from Hydra's grammar: a folder's name may hold commas and spaces.
+
+    >>> text = {"name": FieldInfo("execution", False, "A name.", str, "text")}
+    >>> _quote_text("name=1.5", text, False), _quote_text("name='a'", text, False)
+    ("name='1.5'", "name='a'")
+    """
     key, _, value = word.partition("=")
     info = fields.get(key)
-    is_text = info is not None and str in (info.annotation, *get_args(info.annotation))
-    if not is_text or not value or value == "null" or re.fullmatch(r"[\w./:@%-]+", value):
+    members = () if info is None else (info.annotation, *get_args(info.annotation))
+    if info is None or str not in members or not value or key in _GROUPS:
+        return word
+    if value == "null" and type(None) in members:
         return word
     if value[0] == value[-1] and value[0] in "'\"" and len(value) > 1:
         return word
-    if multirun and key not in ("run_dir", "compilation_cache"):
-        return word
+    if multirun and info.role == "identity":
+        if re.search(r"[()\[\]{}'\"\\]", value):
+            return word
+        return f"{key}={','.join(_quoted(part.strip()) for part in value.split(','))}"
+    return f"{key}={_quoted(value)}"
+
+
+def _quoted(value: str) -> str:
     escaped = re.sub(r"(\\*)'", r"\1\1\\'", value).replace("${", "\\${")
     trailing = len(escaped) - len(escaped.rstrip("\\"))
-    return f"{key}='{escaped}{trailing * chr(92)}'"
+    return f"'{escaped}{trailing * chr(92)}'"
 
 
 def _values(override: Override) -> list[str]:
+    """The values as text, without quotes; of a sweep no more than one beyond what is allowed."""
     if override.is_sweep_override():
-        return list(override.sweep_string_iterator())
-    return [str(override.get_value_element_as_str())]
+        elements = itertools.islice(override.sweep_iterator(), _MAX_PRODUCT + 1)
+        return [e.text if isinstance(e, QuotedString) else Transformer.str(e) for e in elements]
+    value = override.value()
+    return [value if isinstance(value, str) else override.get_value_element_as_str()]
 
 
-def _check_key(override: Override, fields: Mapping[str, Any]) -> None:
-    key = override.key_or_group
-    if key in fields or key in _GROUPS or key.startswith(("hydra.", "hydra/")):
+def _check_file(group: str, name: str) -> None:
+    names = sorted(path.stem for path in (config_directory() / group).glob("*.yaml"))
+    if name not in names:
+        raise UserError(group, name, f"unknown choice; {registry.nearest(name, names)}")
+
+
+def _check_key(word: str, fields: Mapping[str, FieldInfo]) -> None:
+    key, _, value = word.partition("=")
+    if key.startswith(("+", "~")):
+        raise UserError(key, value, f"write the field without {key[0]}")
+    if key in fields or key in _GROUPS or re.fullmatch(_HYDRA_KEYS, key):
         return
+    if key.startswith(("hydra.", "hydra/")):
+        raise UserError(
+            key, value, "not used here; allowed of Hydra: hydra/launcher and hydra.launcher.*"
+        )
     inside = [name for name in fields if name.startswith(f"{key}.")]
     if inside:
-        value = (override.input_line or "").partition("=")[2]
         raise UserError(key, value, f"a group of fields: {', '.join(inside)}")
     known = [*_CHOICES, *_GROUPS, *fields]
     leaves = {name.rsplit(".", 1)[-1]: name for name in known}
@@ -146,7 +214,6 @@ def _check_key(override: Override, fields: Mapping[str, Any]) -> None:
     if not close.startswith("did") and (leaf := leaves.get(key.rsplit(".", 1)[-1])):
         close = f"did you mean {leaf}? Allowed"
     hint = close.split(" Allowed")[0] if close.startswith("did") else "see --help for the fields"
-    value = (override.input_line or "").partition("=")[2]
     raise UserError(key, value, f"unknown field; {hint}")
 
 
@@ -179,20 +246,70 @@ def compose_config(overrides: Sequence[str]) -> RunConfig:
     Raises:
       UserError: a choice does not exist, or a value is of the wrong type or out of its bounds.
     """
-    slug = overrides[0].partition("=")[2].split("/")[0]
-    register_defaults([slug])
+    return compose_configs([overrides])[0]
+
+
+def compose_configs(combinations: Sequence[Sequence[str]]) -> list[RunConfig]:
+    """Composes and validates many configurations, quickly where they share their files.
+
+    Hydra composes once for each choice of files; the values of single fields are then read by
+    Hydra's grammar and put into a copy of what it composed.
+
+    Args:
+      combinations: from `expand_sweep`.
+
+    Raises:
+      UserError: as `compose_config`.
+    """
+    composed: dict[tuple[str, ...], dict[str, Any]] = {}
+    parsed: dict[str, Override] = {}
+    configs = []
+    for overrides in combinations:
+        values = {word: parsed.get(word) or parse_override(word) for word in overrides[1:]}
+        parsed |= values
+        # References to other fields are Hydra's to resolve.
+        plain = {word: o for word, o in values.items() if not _is_choice(o) and "${" not in word}
+        files = tuple(word for word in overrides if word not in plain)
+        if files not in composed:
+            composed[files] = _compose(files)
+        tree = copy.deepcopy(composed[files])
+        for override in plain.values():
+            _assign(tree, override.key_or_group, override.value())
+        configs.append(validate(_slug(overrides), tree))
+    return configs
+
+
+def _is_choice(override: Override) -> bool:
+    return override.key_or_group in _GROUPS or override.is_hydra_override()
+
+
+def _slug(overrides: Sequence[str]) -> str:
+    return overrides[0].partition("=")[2].split("/")[0]
+
+
+def _assign(tree: dict[str, Any], name: str, value: Any) -> None:
+    *path, leaf = name.split(".")
+    for part in path:
+        tree = tree[part]
+    tree[leaf] = value
+
+
+def _compose(overrides: Sequence[str]) -> dict[str, Any]:
+    register_defaults([_slug(overrides)])
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(config_dir=str(config_directory()), version_base=None):
             composed = compose("run", list(overrides))
-            tree = OmegaConf.to_container(composed, resolve=True)
+            tree: Any = OmegaConf.to_container(composed, resolve=True)
+            return tree
     except MissingConfigException as error:
         group, _, value = (error.missing_cfg_file or "").rpartition("/")
         problem = registry.nearest(value, [str(name) for name in error.options or ()])
         raise UserError(group or "configs", value, f"unknown choice; {problem}") from None
-    except (HydraException, OmegaConfBaseException) as error:
-        raise UserError("command line", " ".join(overrides), str(error).splitlines()[0]) from None
-    return validate(slug, tree)
+    except (HydraException, OmegaConfBaseException, ValueError) as error:
+        typed = dict(word.split("=", 1) for word in overrides[1:])
+        key = getattr(error, "full_key", None) or next(reversed(typed), "method")
+        raise UserError(key, typed.get(key, ""), str(error).splitlines()[0]) from None
 
 
 def validate(slug: str, tree: Any) -> RunConfig:
@@ -248,25 +365,22 @@ def _wish(message: str) -> str:
 def expand_sweep(overrides: Sequence[str]) -> list[list[str]]:
     """The single-valued override lists of a sweep, in Hydra's order.
 
-    Products beyond a hundred are checked value by value instead: the list then holds, for every
-    value, one composition in which all other fields have their first value.
+    Raises:
+      UserError: there are more than ten thousand.
     """
-    parsed = OverridesParser.create().parse_overrides(list(overrides))
+    parsed = [parse_override(word) for word in overrides]
+    counts = [len(_values(override)) for override in parsed]
+    if math.prod(counts) > _MAX_PRODUCT:
+        several = [o.key_or_group for o, n in zip(parsed, counts, strict=True) if n > 1]
+        problem = f"more than {_MAX_PRODUCT} combinations; allowed: at most {_MAX_PRODUCT}"
+        raise UserError("sweep", " x ".join(several), problem)
     choices = [
         [f"{o.get_key_element()}={value}" for value in o.sweep_string_iterator()]
         if o.is_sweep_override()
         else [o.input_line or ""]
         for o in parsed
     ]
-    product = 1
-    for values in choices:
-        product *= len(values)
-    if product <= _MAX_PRODUCT:
-        return [list(combination) for combination in itertools.product(*choices)]
-    first = [values[0] for values in choices]
-    return [
-        [*first[:i], value, *first[i + 1 :]] for i, values in enumerate(choices) for value in values
-    ]
+    return [list(combination) for combination in itertools.product(*choices)]
 
 
 def make_config(
@@ -283,18 +397,19 @@ def make_config(
     Raises:
       UserError: as the command line would print it.
     """
+    flat = {
+        name: os.fspath(value) if isinstance(value, os.PathLike) else value
+        for name, value in flatten(overrides).items()
+    }
     words = [f"method={method}", f"preset={preset}"]
     words += [f"variant={variant}"] if variant else []
+    words += [f"{group}={flat.pop(group)}" for group in _GROUPS if group in flat]
     tree = to_dict(compose_config(prepare_overrides(words)))
     fields = config_fields(registry.config_class(method))
-    for name, value in flatten(overrides).items():
+    for name, value in flat.items():
         if name not in fields:
             raise UserError(name, value, f"unknown field; {registry.nearest(name, list(fields))}")
-        *path, leaf = name.split(".")
-        node = tree
-        for part in path:
-            node = node[part]
-        node[leaf] = value
+        _assign(tree, name, value)
     return validate(method, tree)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import importlib.metadata
 import os
 import pathlib
@@ -20,7 +21,13 @@ import jax
 from jaxlab.errors import UserError
 from jaxlab.experiments.base import RunConfig
 
-__all__ = ["describe_environment", "peak_memory", "stop_requests", "use_compilation_cache"]
+__all__ = [
+    "compilation_cache",
+    "describe_environment",
+    "machine_name",
+    "peak_memory",
+    "stop_requests",
+]
 
 _PACKAGES = (
     "jaxlab",
@@ -51,6 +58,8 @@ def stop_requests(enabled: bool) -> Iterator[Callable[[], int | None]]:
         if received:
             raise SystemExit(128 + number)
         received.append(number)
+        if sys.stderr.isatty():
+            print("\njaxlab: saving; once more to quit at once", file=sys.stderr, flush=True)
 
     if not enabled or threading.current_thread() is not threading.main_thread():
         yield lambda: None
@@ -63,8 +72,9 @@ def stop_requests(enabled: bool) -> Iterator[Callable[[], int | None]]:
             signal.signal(number, handler)
 
 
-def use_compilation_cache(choice: str) -> None:
-    """Makes JAX keep compiled programs between processes.
+@contextlib.contextmanager
+def compilation_cache(choice: str) -> Iterator[None]:
+    """Makes JAX keep compiled programs between processes, for the time of a run.
 
     Args:
       choice: a folder, `off`, or `auto`: JAX's own setting where the environment has one, else
@@ -73,8 +83,28 @@ def use_compilation_cache(choice: str) -> None:
     Raises:
       UserError: the given folder cannot be written.
     """
+    names = (
+        "jax_enable_compilation_cache",
+        "jax_compilation_cache_dir",
+        "jax_persistent_cache_min_compile_time_secs",
+    )
+    before = {name: getattr(jax.config, name) for name in names}
+    folder = _cache_folder(choice)
+    jax.config.update(names[0], choice != "off" and before[names[0]])
+    if folder is not None:
+        jax.config.update(names[1], str(folder.absolute()))
+        jax.config.update(names[2], 0.1)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+
+
+def _cache_folder(choice: str) -> pathlib.Path | None:
+    """The folder to use, made and tried; None leaves JAX's setting."""
     if choice == "off" or (choice == "auto" and os.environ.get("JAX_COMPILATION_CACHE_DIR")):
-        return
+        return None
     base = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
     folder = pathlib.Path(base) / "jaxlab" / "xla" if choice == "auto" else pathlib.Path(choice)
     try:
@@ -84,17 +114,17 @@ def use_compilation_cache(choice: str) -> None:
         probe.unlink()
     except OSError as error:
         if choice == "auto":
-            return
+            return None
         problem = f"cannot be written: {error.strerror}"
         raise UserError("compilation_cache", choice, problem) from None
-    jax.config.update("jax_compilation_cache_dir", str(folder.absolute()))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+    return folder
 
 
 def describe_environment(config: RunConfig) -> dict[str, Any]:
     """What is needed to understand a result later: versions, devices, code, precision, seeds."""
     devices = jax.devices()
     return {
+        "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "python": platform.python_version(),
         "platform": platform.platform(),
         "machine": machine_name(),

@@ -8,9 +8,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import sys
-import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -19,7 +18,7 @@ import yaml
 from etils import epath
 from jax.sharding import Mesh
 
-from jaxlab.errors import JaxlabError, UserError
+from jaxlab.errors import DivergedError, JaxlabError, UserError
 from jaxlab.experiments import composition, machine, registry
 from jaxlab.experiments.base import RunConfig, config_fields, flatten, identity, to_dict
 from jaxlab.parallel.mesh import make_mesh
@@ -30,13 +29,12 @@ from jaxlab.reporting.figures import save
 from jaxlab.reporting.files import read_json, write_atomic, write_json
 from jaxlab.reporting.report import Result, report_markdown
 from jaxlab.reporting.writers import JsonLines, Observers, Progress, TensorBoard
-from jaxlab.training.driver import DriveSettings, Outcome, drive
+from jaxlab.training.driver import DriveSettings, Outcome, check_batches, drive
 from jaxlab.training.program import Program, check_extension, merge_trials
 
 __all__ = ["load_result", "run", "run_trials"]
 
-_OWN_FILES = {".lock", "config.yaml"}
-_FINISHED, _REFUSED = 1, 2  # what process 0 tells the others
+_OWN_FILES = {".lock"}
 
 
 def run(config: RunConfig, run_dir: epath.PathLike | None = None) -> Result:
@@ -73,18 +71,26 @@ def run_trials(
     config = configs[0]
     if work is not None:
         start_processes(ProcessSettings(**dataclasses.asdict(config.distributed)))
-    mesh = _mesh(config)
+    paths = [None if folder is None else _absolute(folder) for folder in folders]
+    work = None if work is None else _absolute(work)
     with contextlib.ExitStack() as stack:
-        paths = [None if folder is None else _absolute(folder) for folder in folders]
-        work = None if work is None else _absolute(work)
-        known = _open(configs, paths, work, stack)
+        stack.enter_context(jax.default_matmul_precision(config.precision))
+        known = _finished(configs, paths)
         if known is not None:
             return known
-        stop = stack.enter_context(machine.stop_requests(work is not None))
-        stack.enter_context(jax.default_matmul_precision(config.precision))
+        # Whatever is wrong with the settings shows here, before a folder is touched.
+        mesh = _mesh(config)
+        programs = _build(configs)
+        if mesh is not None:
+            for program in programs:
+                check_batches(program, mesh)
+        if config.profile and work is None:
+            raise UserError("profile", config.profile, "needs a run_dir for the trace")
         if work is not None:
-            machine.use_compilation_cache(config.compilation_cache)
-        return _execute(configs, paths, work, stop, mesh)
+            stack.enter_context(machine.compilation_cache(config.compilation_cache))
+        _claim(configs, paths, work, stack)
+        stop = stack.enter_context(machine.stop_requests(work is not None))
+        return _execute(configs, programs, paths, work, stop, mesh)
 
 
 def _mesh(config: RunConfig) -> Mesh | None:
@@ -97,59 +103,57 @@ def _mesh(config: RunConfig) -> Mesh | None:
     return make_mesh(**sizes)
 
 
-def _open(
-    configs: Sequence[RunConfig],
-    paths: Sequence[epath.Path | None],
-    work: epath.Path | None,
-    stack: contextlib.ExitStack,
+def _finished(
+    configs: Sequence[RunConfig], paths: Sequence[epath.Path | None]
 ) -> list[Result] | None:
-    """Process 0 checks, locks and writes the folders; all processes follow its decision.
-
-    Returns:
-      The results, if the run had finished before.
-    """
-    problem: JaxlabError | None = None
-    known: list[Result | None] = []
-    if is_main():
-        try:
-            known = _prepare(configs, paths, work, stack)
-        except JaxlabError as error:
-            problem = error
-    finished = bool(known) and all(result is not None for result in known)
-    decision = agree(_REFUSED if problem else _FINISHED if finished else 0)
-    if problem is not None:
-        raise problem
-    if decision == _REFUSED:
-        raise UserError("run_dir", work, "process 0 could not use it; see its message")
-    if decision != _FINISHED:
-        return None
-    results = known or [load_result(c, p) for c, p in zip(configs, paths, strict=True)]
-    return [result for result in results if result is not None]
-
-
-def _prepare(
-    configs: Sequence[RunConfig],
-    paths: Sequence[epath.Path | None],
-    work: epath.Path | None,
-    stack: contextlib.ExitStack,
-) -> list[Result | None]:
-    for path in paths:
-        if path is not None:
-            _check_foreign(path)
-    if work is not None:
-        stack.enter_context(own_directory(work))
+    """The results, if all runs had finished before."""
     pairs = list(zip(configs, paths, strict=True))
     for config, path in pairs:
         if path is not None:
+            _check_foreign(path)
             _compare(config, path)
     known = [load_result(config, path) for config, path in pairs]
-    if not all(result is not None for result in known):
-        for config, path in pairs:
-            if path is not None:
-                make_directory(path)
-                text = yaml.safe_dump(to_dict(config), sort_keys=False)
-                write_atomic(path / "config.yaml", text)
-    return known
+    found = [result for result in known if result is not None]
+    return found if len(found) == len(known) else None
+
+
+def _claim(
+    configs: Sequence[RunConfig],
+    paths: Sequence[epath.Path | None],
+    work: epath.Path | None,
+    stack: contextlib.ExitStack,
+) -> None:
+    """Process 0 locks and prepares the folders; all processes follow its decision."""
+    if work is None:
+        return
+    problem: JaxlabError | None = None
+    if is_main():
+        try:
+            stack.enter_context(own_directory(work))
+            for config, path in zip(configs, paths, strict=True):
+                if path is not None:
+                    _compare(config, path)  # again, now that nobody else writes
+                    make_directory(path)
+                    text = yaml.safe_dump(to_dict(config), sort_keys=False)
+                    write_atomic(path / "config.yaml", text)
+                    _note_session(path, config)
+        except JaxlabError as error:
+            problem = error
+    refused = agree(0 if problem is None else 1)
+    if problem is not None:
+        raise problem
+    if refused:
+        raise UserError("run_dir", work, "process 0 could not use it; see its message")
+
+
+def _note_session(path: epath.Path, config: RunConfig) -> None:
+    """environment.json: one entry for each start, written before anything is computed."""
+    file = path / "environment.json"
+    try:
+        sessions = list(read_json(file)["sessions"])
+    except (OSError, ValueError, KeyError, TypeError):
+        sessions = []
+    write_json(file, {"sessions": [*sessions, machine.describe_environment(config)]})
 
 
 def _absolute(path: epath.Path) -> epath.Path:
@@ -177,7 +181,7 @@ def _saved_config(path: epath.Path) -> RunConfig | None:
     try:
         tree = yaml.safe_load(file.read_text())
         return composition.validate(tree["method"], tree)
-    except (yaml.YAMLError, KeyError, TypeError, UserError) as error:
+    except (yaml.YAMLError, OSError, ValueError, KeyError, TypeError, UserError) as error:
         problem = f"its config.yaml cannot be read by this version ({str(error).splitlines()[0]})"
         raise UserError("run_dir", path, problem) from None
 
@@ -215,28 +219,42 @@ def _compare(config: RunConfig, path: epath.Path) -> None:
 
 
 def load_result(config: RunConfig, path: epath.Path | None) -> Result | None:
-    """The result of a run that finished with exactly these settings, without its figures."""
+    """The result of a run that finished with exactly these settings, without its figures.
+
+    Args:
+      config: the settings.
+      path: the run's folder; None for no folder.
+
+    Returns:
+      None if the run has not finished, or its result.json cannot be read.
+    """
     if path is None or not (path / "result.json").exists():
         return None
     try:
-        data = read_json(path / "result.json")
-        finished = data["settings"]
-        claims = tuple(Claim.from_dict(claim) for claim in data["claims"])
-    except (ValueError, KeyError, TypeError):
+        data = dict(read_json(path / "result.json"))
+        claims = tuple(Claim.from_dict(claim) for claim in data.pop("claims"))
+        if data["settings"] != _outcome_settings(config):
+            return None
+        return Result(
+            method=data.pop("method"),
+            variant=data.pop("variant"),
+            metrics=data.pop("metrics"),
+            claims=claims,
+            notes=tuple(data.pop("notes")),
+            provenance={
+                **{key: value for key, value in data.items() if key != "figures"},
+                "finished_before": True,
+            },
+        )
+    except (OSError, ValueError, KeyError, TypeError):
         return None
+
+
+def _outcome_settings(config: RunConfig) -> dict[str, Any]:
+    """The fields that decide what a run finds."""
     fields = config_fields(type(config))
-    wanted = {k: v for k, v in flatten(to_dict(config)).items() if fields[k].role != "execution"}
-    if finished != wanted:
-        return None
-    return Result(
-        method=config.method,
-        variant=config.variant,
-        metrics=data["metrics"],
-        claims=claims,
-        figures=(),
-        notes=tuple(data["notes"]),
-        provenance={"settings": finished, "finished_before": True},
-    )
+    flat = flatten(to_dict(config))
+    return {name: value for name, value in flat.items() if fields[name].role != "execution"}
 
 
 def _build(configs: Sequence[RunConfig]) -> list[Program]:
@@ -249,17 +267,17 @@ def _build(configs: Sequence[RunConfig]) -> list[Program]:
 
 def _execute(
     configs: Sequence[RunConfig],
+    programs: Sequence[Program],
     paths: Sequence[epath.Path | None],
     work: epath.Path | None,
     stop: Callable[[], int | None],
     mesh: Mesh | None,
 ) -> list[Result]:
     config = configs[0]
-    start = time.perf_counter()
     seeds = [config.seed + r for r in range(config.replicates)]
     outcomes: dict[str, Outcome] = {}
     with _observers(config, work) as observer:
-        for program in _build(configs):
+        for program in programs:
             outcomes[program.name] = drive(
                 program,
                 seeds,
@@ -268,44 +286,52 @@ def _execute(
                 folder=None if work is None else work / "checkpoints",
                 stop=stop,
             )
-    compile_seconds = sum(outcome.compile_seconds for outcome in outcomes.values())
-    conclude = registry.experiment_module(config.method).conclude
-    results = []
+    results, diverged = [], []
     for i, (one, path) in enumerate(zip(configs, paths, strict=True)):
-        arrays = {name: _of_config(o.arrays, i, len(configs)) for name, o in outcomes.items()}
-        result: Result = conclude(one, arrays)
-        fields = config_fields(type(one))
-        provenance = {
-            "settings": {
-                k: v for k, v in flatten(to_dict(one)).items() if fields[k].role != "execution"
-            },
-            "seeds": seeds,
-            "machine": machine.machine_name(),
-            "compile_seconds": compile_seconds,
-            "run_seconds": time.perf_counter() - start - compile_seconds,
-            "trials_in_program": len(configs),
-            "examples_seen": sum(o.examples for o in outcomes.values()) // len(configs),
-            "peak_memory_bytes": machine.peak_memory(),
-        }
-        result = dataclasses.replace(result, provenance=provenance)
+        parts = {name: _of_config(o, i, len(configs)) for name, o in outcomes.items()}
+        if any(part is None for part in parts.values()):
+            diverged.append(composition.command_of(one))
+            continue
+        result: Result = registry.experiment_module(one.method).conclude(one, parts)
+        result = dataclasses.replace(
+            result, provenance=_provenance(one, outcomes.values(), len(configs))
+        )
         if path is not None and is_main():
             _write(result, one, path)
         results.append(result)
+    if diverged:
+        raise DivergedError(
+            f"{len(diverged)} of {len(configs)} trials diverged, the others are done: "
+            + "; ".join(diverged)
+        )
     return results
 
 
-def _of_config(arrays: dict[str, np.ndarray], index: int, count: int) -> dict[str, np.ndarray]:
-    """One configuration's share of arrays whose first axis holds the trials of all of them."""
-    found = {}
-    for name, value in arrays.items():
-        size = len(value) // count
-        found[name] = value[index * size : (index + 1) * size]
-    return found
+def _provenance(config: RunConfig, outcomes: Iterable[Outcome], num_configs: int) -> dict[str, Any]:
+    """Where the numbers come from; time and examples are this configuration's share."""
+    found = list(outcomes)
+    return {
+        "settings": _outcome_settings(config),
+        "seeds": [config.seed + r for r in range(config.replicates)],
+        "machine": machine.machine_name(),
+        "compile_seconds": sum(o.compile_seconds for o in found) / num_configs,
+        "run_seconds": sum(o.run_seconds for o in found) / num_configs,
+        "trials_in_program": num_configs,
+        "examples_seen": sum(o.examples for o in found) // num_configs,
+        "peak_memory_bytes": machine.peak_memory(),
+    }
+
+
+def _of_config(outcome: Outcome, index: int, count: int) -> dict[str, np.ndarray] | None:
+    """One configuration's share of a program's arrays; None if one of its trials diverged."""
+    size = len(next(iter(outcome.arrays.values()))) // count
+    own = range(index * size, (index + 1) * size)
+    if set(own) & set(outcome.diverged):
+        return None
+    return {name: value[own.start : own.stop] for name, value in outcome.arrays.items()}
 
 
 def _settings(config: RunConfig, work: epath.Path | None, mesh: Mesh | None) -> DriveSettings:
-    if config.profile and work is None:
-        raise UserError("profile", config.profile, "needs a run_dir for the trace")
     return DriveSettings(
         trial_axis=config.trial_axis,
         steps_per_dispatch=config.steps_per_dispatch,
@@ -339,8 +365,6 @@ def _write(result: Result, config: RunConfig, path: epath.Path) -> None:
     make_directory(path / "figures")
     for figure in result.figures:
         save(figure, path / "figures" / f"{figure.name}.png")
-    environment = machine.describe_environment(config)
-    write_json(path / "environment.json", environment)
     command = composition.command_of(config)
     write_atomic(path / "report.md", report_markdown(result, command))
     write_json(path / "result.json", result.to_dict())

@@ -27,8 +27,9 @@ from jaxlab.reporting.files import is_remote
 __all__ = ["check_writable", "make_directory", "own_directory"]
 
 _LOCK = ".lock"
-_REFRESH_SECONDS = 20.0
-_STALE_SECONDS = 180.0
+_REFRESH_SECONDS = 15.0
+_STALE_SECONDS = 45.0
+_POLL_SECONDS = 1.0
 
 
 def check_writable(path: os.PathLike[str] | str, field: str = "run_dir") -> None:
@@ -72,8 +73,9 @@ def own_directory(path: epath.Path) -> Iterator[None]:
     """Holds the folder's lock, so that no second process writes into the same run.
 
     The kernel frees the lock when its owner dies, however it dies. On file systems that several
-    hosts share, an owner on another host counts as dead once it has not renewed the lock file
-    for three minutes. Remote object stores have no locks: there the caller must not start twice.
+    hosts share, the lock of another host may be invisible: an owner there counts as dead once it
+    has not renewed the file for three quarters of a minute, which is waited for. Remote object
+    stores have no locks: there the caller must not start twice.
 
     Raises:
       UserError: another process owns the run; the message names its host and pid.
@@ -102,17 +104,19 @@ def own_directory(path: epath.Path) -> Iterator[None]:
 
 
 def _acquire(file: IO[str], path: epath.Path) -> None:
+    host = socket.gethostname()
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        free = True
+        alive = False
     except BlockingIOError:
-        free = False
-    file.seek(0)
-    owner = _owner(file.read())
-    host = socket.gethostname()
-    age = time.time() - os.fstat(file.fileno()).st_mtime
-    elsewhere = owner["host"] not in (host, "") and age < _STALE_SECONDS
-    if not free or elsewhere:
+        alive = True
+    except OSError:
+        # A file system without such locks: the owner's own signs of life must do.
+        alive = _read(file)["host"] == host and _is_running(_read(file)["pid"])
+    owner = _read(file)
+    if not alive and owner["host"] not in (host, ""):
+        alive = _renews(file)
+    if alive:
         raise UserError(
             "run_dir",
             path,
@@ -125,6 +129,34 @@ def _acquire(file: IO[str], path: epath.Path) -> None:
         file.flush()
     except OSError as error:
         raise StorageError(f"run_dir={path}: cannot be written: {error.strerror}") from error
+
+
+def _read(file: IO[str]) -> dict[str, str]:
+    file.seek(0)
+    return _owner(file.read())
+
+
+def _renews(file: IO[str]) -> bool:
+    """Whether an owner on another host, whose lock this host may not see, renews the file."""
+    first = os.fstat(file.fileno()).st_mtime
+    if time.time() - first > _STALE_SECONDS:
+        return False
+    deadline = time.monotonic() + _STALE_SECONDS
+    while time.monotonic() < deadline:
+        time.sleep(_POLL_SECONDS)
+        if os.fstat(file.fileno()).st_mtime != first:
+            return True
+    return False
+
+
+def _is_running(pid: str) -> bool:
+    try:
+        os.kill(int(pid), 0)
+    except (ValueError, ProcessLookupError):
+        return False
+    except PermissionError:
+        return True
+    return True
 
 
 def _owner(text: str) -> dict[str, str]:

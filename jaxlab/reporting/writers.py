@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import json
+import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -161,22 +162,28 @@ class JsonLines(_FileObserver):
 
 
 class TensorBoard(_FileObserver):
-    """TensorBoard events: one curve for each metric, trial and seed.
+    """TensorBoard events: a folder for each program and set of seeds, a curve for each lane.
 
     Args:
-      folder: where the event files go.
+      folder: where those folders go.
     """
 
     def __init__(self, folder: epath.Path) -> None:
         self._folder = folder
         self._writer: Any = None
+        self._number = 0
 
     def rewind(self, step: int) -> None:
-        """Starts an event file; TensorBoard hides older events after `step`."""
+        """Starts an event file; TensorBoard hides what older files hold beyond `step`."""
         from tensorboardX import SummaryWriter
 
         self.close()
-        self._writer = SummaryWriter(str(self._folder), purge_step=step + 1)
+        seeds = [lane.seed for lane in self.lanes]
+        own = self._folder / self.program / f"seeds-{min(seeds)}-{max(seeds)}"
+        self._number += 1  # two files of one second must not share a name
+        self._writer = SummaryWriter(
+            str(own), purge_step=step + 1, filename_suffix=f".{os.getpid()}.{self._number}"
+        )
 
     def metrics(self, step: int, values: Mapping[str, np.ndarray]) -> None:
         """Adds one point to each curve."""

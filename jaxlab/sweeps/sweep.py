@@ -2,26 +2,78 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import hashlib
 import os
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import hydra
 from etils import epath
 
+from jaxlab.errors import DivergedError, UserError
 from jaxlab.experiments import composition
 from jaxlab.experiments.base import RunConfig, flatten, identity_digest, to_dict
 from jaxlab.reporting.claims import Claim
-from jaxlab.reporting.files import read_json, write_atomic, write_json
+from jaxlab.reporting.directory import own_directory
+from jaxlab.reporting.files import is_remote, write_atomic, write_json
 from jaxlab.reporting.report import make_table, table_text
-from jaxlab.sweeps.launcher import job
+from jaxlab.sweeps.launcher import Task
+from jaxlab.sweeps.outcome import TABLE_WIDTH, claims_code
 
-__all__ = ["run_sweep", "summarize", "sweep_directory"]
+__all__ = ["Trial", "plan_sweep", "run_sweep", "summarize", "sweep_directory"]
 
-_CLAIMS_FAILED = 4
-_WIDTH = 100
+_IN_THIS_PROCESS = ("vmap", "basic")  # launchers
+_TRIAL_FOLDER = r"(program-)?[0-9a-f]{8}"
+_OWN_FILES = r"sweep\.json|sweep\.md|multirun\.yaml|\.lock|\.submitit|\.sweep\..*\.tmp"
+
+
+@dataclasses.dataclass(frozen=True)
+class Trial:
+    """One combination of a sweep's values.
+
+    Attributes:
+      overrides: for Hydra, each with one value.
+      config: what they compose to.
+    """
+
+    overrides: tuple[str, ...]
+    config: RunConfig
+
+    @property
+    def digest(self) -> str:
+        """Names the trial's folder."""
+        return identity_digest(self.config)
+
+
+def plan_sweep(overrides: Sequence[str]) -> list[Trial]:
+    """All trials of a sweep, validated; a combination that occurs twice is kept once.
+
+    Args:
+      overrides: from `prepare_overrides(..., multirun=True)`.
+
+    Raises:
+      UserError: there are too many, one of them is invalid, or two compute the same thing in
+        different ways, so that they would share a folder.
+    """
+    combinations = composition.expand_sweep(overrides)
+    found: dict[str, Trial] = {}
+    configs = composition.compose_configs(combinations)
+    for combination, config in zip(combinations, configs, strict=True):
+        trial = Trial(tuple(combination), config)
+        before = found.setdefault(trial.digest, trial)
+        if before.config != config:
+            one, two = flatten(to_dict(before.config)), flatten(to_dict(config))
+            key = next(key for key in two if one.get(key) != two[key])
+            raise UserError(
+                key,
+                f"{one.get(key)},{two[key]}",
+                "these trials compute the same; a sweep varies what is computed (identity fields)",
+            )
+    return list(found.values())
 
 
 def sweep_directory(configs: Sequence[RunConfig]) -> str:
@@ -31,78 +83,157 @@ def sweep_directory(configs: Sequence[RunConfig]) -> str:
     return f"runs/{configs[0].method}/sweep-{name}"
 
 
-def run_sweep(overrides: Sequence[str], configs: Sequence[RunConfig], folder: str) -> int:
-    """Runs a validated sweep through Hydra's launcher and prints its table.
+def run_sweep(trials: Sequence[Trial], folder: str) -> int:
+    """Runs the trials that are not finished through Hydra's launcher and prints a table of all.
+
+    The table is printed and written however the sweep ends.
 
     Args:
-      overrides: from `prepare_overrides`; the values of a sweep separated by commas.
-      configs: the validated trials, for the table.
+      trials: from `plan_sweep`.
       folder: of the sweep; a trial's own folder in it is named by its identity.
 
     Returns:
       The exit code.
     """
-    composition.register_defaults(sorted({config.method for config in configs}))
-    folder = os.path.abspath(os.path.expanduser(folder)) if "://" not in folder else folder
-    quoted = folder.replace("\\", "\\\\").replace("'", "\\'")
-    words = [word for word in overrides if not word.startswith("run_dir=")]
+    folder = folder if is_remote(folder) else os.path.abspath(folder)
+    configs = [dataclasses.replace(trial.config, run_dir=folder) for trial in trials]
+    path = epath.Path(folder)
+    writes = _is_writer(configs[0], trials[0].overrides)
+    code: int = 1
+    rows: list[dict[str, Any]] = []
+    with _own(path) if writes else contextlib.nullcontext():
+        jobs = _unfinished(trials, configs, path)
+        place = composition.prepare_overrides([f"run_dir={folder}"])[-1]
+        task = Task([_replaced(job, place) for job in jobs], configs)
+        try:
+            code = _call_hydra(task)
+        finally:
+            if writes and _was_begun(path):
+                rows = summarize(configs, path, task.codes)
+    if task.error is not None:
+        raise task.error
+    if code or DivergedError.exit_code in task.codes.values():
+        return code or DivergedError.exit_code
+    if any(row["status"] != "finished" for row in rows):
+        return 1
+    return claims_code((claim for row in rows for claim in row["claims"]), configs[0])
+
+
+def _is_writer(config: RunConfig, overrides: Sequence[str]) -> bool:
+    """Whether this process is the one that owns the folder, of several that may run the sweep."""
+    launcher = next((w for w in overrides if w.startswith("hydra/launcher=")), "=vmap")
+    if launcher.partition("=")[2] not in _IN_THIS_PROCESS:
+        return True  # it only submits the trials
+    from jaxlab.parallel.processes import ProcessSettings, is_main, start_processes
+
+    start_processes(ProcessSettings(**dataclasses.asdict(config.distributed)))
+    return is_main()
+
+
+@contextlib.contextmanager
+def _own(path: epath.Path) -> Iterator[None]:
+    """Keeps other sweeps out; a folder that is still empty at the end is removed again."""
+    _check_content(path)
+    new = [place for place in (path, *path.parents) if not is_remote(path) and not place.exists()]
+    try:
+        with own_directory(path):
+            yield
+    finally:
+        if new and not _was_begun(path):
+            with contextlib.suppress(OSError):
+                (path / ".lock").unlink(missing_ok=True)
+                for place in new:
+                    place.rmdir()
+
+
+def _check_content(path: epath.Path) -> None:
+    """A sweep does not write among somebody's files, nor into a single run's folder.
+
+    Raises:
+      UserError: naming what the folder holds.
+    """
+    if not path.is_dir():
+        return
+    names = sorted(item.name for item in path.iterdir())
+    if "config.yaml" in names:
+        raise UserError("run_dir", path, "a single run's folder; a sweep needs one of its own")
+    others = [name for name in names if not re.fullmatch(f"{_TRIAL_FOLDER}|{_OWN_FILES}", name)]
+    if others:
+        raise UserError(
+            "run_dir",
+            path,
+            f"holds other files ({others[0]}, ...); allowed: a new or empty folder, or a sweep's",
+        )
+
+
+def _was_begun(path: epath.Path) -> bool:
+    return path.is_dir() and any(re.fullmatch(_TRIAL_FOLDER, item.name) for item in path.iterdir())
+
+
+def _unfinished(
+    trials: Sequence[Trial], configs: Sequence[RunConfig], path: epath.Path
+) -> list[tuple[str, ...]]:
+    from jaxlab.experiments.runner import load_result
+
+    return [
+        trial.overrides
+        for trial, config in zip(trials, configs, strict=True)
+        if load_result(config, path / trial.digest) is None
+    ]
+
+
+def _replaced(overrides: Sequence[str], folder_word: str) -> list[str]:
+    return [*(word for word in overrides if not word.startswith("run_dir=")), folder_word]
+
+
+def _call_hydra(task: Task) -> int:
+    """Lets Hydra's sweeper and launcher run the task's jobs; returns the exit code."""
+    if not task.jobs:
+        return 0
+    composition.register_defaults(sorted({config.method for config in task.configs}))
     before = sys.argv
-    sys.argv = [before[0], "--multirun", *words, f"run_dir='{quoted}'"]
+    first = task.jobs[0]
+    chosen = [word for word in first if word.startswith(("method=", "hydra", "run_dir="))]
+    sys.argv = [before[0], "--multirun", *chosen]
     try:
         hydra.main(
             config_path=str(composition.config_directory()), config_name="run", version_base=None
-        )(job)()
+        )(task)()
+    except SystemExit as stop:
+        return stop.code if isinstance(stop.code, int) else 1
     finally:
         sys.argv = before
-    rows = summarize(configs, epath.Path(folder))
-    failed = any(
-        claim.kind == "claim" and not claim.holds for row in rows for claim in row["claims"]
-    )
-    return _CLAIMS_FAILED if failed and configs[0].fail_on_claims else 0
+    return 0
 
 
-def summarize(configs: Sequence[RunConfig], folder: epath.Path) -> list[dict[str, Any]]:
+def summarize(
+    configs: Sequence[RunConfig], folder: epath.Path, codes: Mapping[str, int] | None = None
+) -> list[dict[str, Any]]:
     """Writes sweep.json and sweep.md from the trials' results, and prints the table.
 
     Args:
       configs: the trials.
       folder: of the sweep.
+      codes: exit codes of trials by digest, to tell those that diverged.
 
     Returns:
-      For each finished trial its `settings` (the fields that differ between trials), `folder`,
-      `metrics` and `claims`.
+      For each trial its `settings` (the fields that differ between trials), `folder`, `status`
+      (finished, diverged, not finished), `metrics` and `claims`.
     """
     flats = [flatten(to_dict(config)) for config in configs]
     varied = [key for key in flats[0] if len({repr(flat.get(key)) for flat in flats}) > 1]
-    rows: list[dict[str, Any]] = []
-    for config, flat in zip(configs, flats, strict=True):
-        path = folder / identity_digest(config) / "result.json"
-        if not path.exists():
-            continue
-        found = read_json(path)
-        rows.append(
-            {
-                "settings": {key: flat.get(key) for key in varied},
-                "folder": path.parent.name,
-                "metrics": found["metrics"],
-                "claims": [Claim.from_dict(claim) for claim in found["claims"]],
-            }
-        )
+    rows = [
+        {"settings": {key: flat.get(key) for key in varied}, **_row(config, folder, codes or {})}
+        for config, flat in zip(configs, flats, strict=True)
+    ]
     columns = [*varied, "claim", "ours (95 % interval)", "bound", "verdict", "folder"]
     cells = [
-        [
-            *(str(value) for value in row["settings"].values()),
-            claim.id,
-            claim.estimate_text,
-            claim.bound_text,
-            claim.verdict,
-            row["folder"],
-        ]
+        [*(str(value) for value in row["settings"].values()), *texts, row["folder"]]
         for row in rows
-        for claim in row["claims"]
+        for texts in _claim_texts(row)
     ]
-    table = make_table("sweep", columns, cells, verdict_column=len(columns) - 2, width=_WIDTH)
-    text = table_text(table, _WIDTH)
+    table = make_table("sweep", columns, cells, verdict_column=len(columns) - 2, width=TABLE_WIDTH)
+    text = table_text(table, TABLE_WIDTH)
     plain = [{**row, "claims": [claim.to_dict() for claim in row["claims"]]} for row in rows]
     write_json(folder / "sweep.json", plain)
     write_atomic(folder / "sweep.md", f"```\n{text}\n```\n")
@@ -110,3 +241,22 @@ def summarize(configs: Sequence[RunConfig], folder: epath.Path) -> list[dict[str
         print(text)
         print(folder / "sweep.json")
     return rows
+
+
+def _row(config: RunConfig, folder: epath.Path, codes: Mapping[str, int]) -> dict[str, Any]:
+    from jaxlab.experiments.runner import load_result
+
+    digest = identity_digest(config)
+    result = load_result(config, folder / digest)
+    row: dict[str, Any] = {"folder": digest, "status": "finished", "metrics": {}, "claims": []}
+    if result is None:
+        diverged = codes.get(digest) == DivergedError.exit_code
+        return {**row, "status": "diverged" if diverged else "not finished"}
+    return {**row, "metrics": result.metrics, "claims": list(result.claims)}
+
+
+def _claim_texts(row: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
+    claims: list[Claim] = row["claims"]
+    if not claims:
+        return [("-", "-", "-", row["status"])]
+    return [(c.id, c.estimate_text, c.bound_text, c.verdict) for c in claims]

@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import errno
 import logging
+import secrets
 import shutil
 import warnings
 from collections.abc import Iterator, Mapping
@@ -23,14 +24,28 @@ import orbax.checkpoint as ocp
 from etils import epath
 from jax.sharding import SingleDeviceSharding
 
-from jaxlab.errors import StorageError
+from jaxlab.errors import StorageError, UserError
 from jaxlab.ops.checksum import tree_checksums
+from jaxlab.parallel.processes import agree, is_main
 
 __all__ = ["CheckpointStore", "Restored"]
 
 _NUM_NEWEST = 2
 _SPACE_SLACK = 2**18  # bytes for metadata and what other writers add meanwhile
-_ITEMS = ("state", "history", "meta")
+_DAMAGED = "damaged"
+_MACHINE_ERRORS = {
+    errno.EIO,
+    errno.EACCES,
+    errno.EPERM,
+    errno.EMFILE,
+    errno.ENFILE,
+    errno.ENOMEM,
+    errno.ESTALE,
+    errno.ETIMEDOUT,
+    errno.ENOTCONN,
+}
+_num_open = 0
+_level_before = logging.NOTSET
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,8 +76,7 @@ class CheckpointStore:
 
     def __init__(self, folder: epath.PathLike) -> None:
         self._folder = epath.Path(folder)
-        self._log_level = logging.getLogger("absl").level
-        _silence_background_noise()
+        _silence_absl(+1)
         policies = ocp.checkpoint_managers
         options = ocp.CheckpointManagerOptions(
             cleanup_tmp_directories=True,
@@ -111,6 +125,7 @@ class CheckpointStore:
         record = {
             "step": step,
             "state_checksums": _checksums(state),
+            "state_layout": _layout(state),
             "history_checksums": _checksums(arrays),
             "history_shapes": {name: list(value.shape) for name, value in arrays.items()},
             "history_dtypes": {name: str(value.dtype) for name, value in arrays.items()},
@@ -148,32 +163,57 @@ class CheckpointStore:
         return f"the checkpoint of step {steps[-1]} is intact" if steps else "none was saved before"
 
     def restore_newest(self, abstract_state: Any) -> Restored | None:
-        """The newest intact checkpoint, or None if there is none.
+        """The newest intact checkpoint, or None if there has never been one.
 
         A checkpoint that cannot be read, or whose checksums differ, is reported by one warning
-        and deleted, so that later saves of its step work.
+        and moved to the folder `damaged` beside this one, so that later saves of its step work.
+        Nothing is deleted, and a disk or a memory that fails is no damage.
 
         Args:
           abstract_state: shapes, dtypes and, where it matters, shardings of the state.
+
+        Raises:
+          UserError: the state has another structure than this program's: other code wrote it.
+          StorageError: the disk refused to be read, or every checkpoint is damaged.
         """
-        for step in reversed(self.steps()):
+        steps = self.steps()
+        for step in reversed(steps):
             try:
                 return self._restore(step, abstract_state)
+            except (UserError, MemoryError):
+                raise
             except Exception as error:
                 reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
-                warnings.warn(
-                    f"checkpoint {step} in {self._folder} is damaged ({reason}); "
-                    "going back to the one before",
-                    stacklevel=2,
-                )
-                self._manager.delete(step)
+                if _is_environment(error):
+                    problem = f"{self._folder}: checkpoint {step} cannot be read now: {reason}"
+                    raise StorageError(problem) from error
+                self._put_aside(step, reason)
+        if steps:
+            raise StorageError(
+                f"{self._folder}: all checkpoints are damaged and were moved to "
+                f"{self._folder.parent / _DAMAGED}; the same command now starts from scratch"
+            )
         return None
+
+    def _put_aside(self, step: int, reason: str) -> None:
+        place = self._folder.parent / _DAMAGED
+        if is_main():
+            warnings.warn(
+                f"checkpoint {step} in {self._folder} is damaged ({reason}); it is kept in "
+                f"{place}, going back to the one before",
+                stacklevel=3,
+            )
+            place.mkdir(parents=True, exist_ok=True)
+            target = place / f"{self._folder.name}-{step}-{secrets.token_hex(4)}"
+            (self._folder / str(step)).rename(target)
+        agree(0)  # the other processes read the folder only after it has changed
+        self._manager.reload()
 
     def _restore(self, step: int, abstract_state: Any) -> Restored:
         abstract_state = jax.tree.map(_with_sharding, abstract_state)
-        record = self._manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore()))[
-            "meta"
-        ]
+        items = ocp.args.Composite(meta=ocp.args.JsonRestore())
+        record = self._manager.restore(step, args=items)["meta"]
+        self._check_layout(step, record["state_layout"], _layout(abstract_state))
         dtypes = record["history_dtypes"]
         abstract_history = {
             "arrays": {
@@ -206,6 +246,18 @@ class CheckpointStore:
             record["meta"],
         )
 
+    def _check_layout(self, step: int, saved: Mapping[str, str], wanted: Mapping[str, str]) -> None:
+        """Refuses a state of another structure, naming the first part that differs."""
+        for name in {**saved, **wanted}:
+            if saved.get(name) != wanted.get(name):
+                raise UserError(
+                    "run_dir",
+                    self._folder,
+                    f"its checkpoint {step} was written by other code or settings: {name} is "
+                    f"{saved.get(name, 'not in it')}, this program has "
+                    f"{wanted.get(name, 'none')}; choose another run_dir",
+                )
+
     def wait(self) -> None:
         """Returns once all saves are on disk.
 
@@ -221,9 +273,25 @@ class CheckpointStore:
         Raises:
           StorageError: a save could not be written.
         """
-        with _storage_errors(self._folder):
-            self._manager.close()
-        logging.getLogger("absl").setLevel(self._log_level)
+        try:
+            with _storage_errors(self._folder):
+                self._manager.close()
+        finally:
+            _silence_absl(-1)
+
+
+def _layout(tree: Any) -> dict[str, str]:
+    """Name, type and shape of every leaf."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path): f"{leaf.dtype}{list(leaf.shape)}" for path, leaf in leaves}
+
+
+def _is_environment(error: Exception) -> bool:
+    """Whether the machine failed rather than the checkpoint."""
+    if isinstance(error, OSError):
+        return error.errno in _MACHINE_ERRORS
+    text = str(error)
+    return any(word in text for word in ("out of memory", "OUT_OF_MEMORY", "RESOURCE_EXHAUSTED"))
 
 
 def _best_value(metrics: Mapping[str, float]) -> float:
@@ -265,6 +333,11 @@ def _storage_errors(folder: epath.Path) -> Iterator[None]:
         raise StorageError(f"{folder}: checkpoint not written: {cause}") from error
 
 
-def _silence_background_noise() -> None:
-    """Keeps Orbax's threads from logging tracebacks of errors that are raised here anyway."""
-    logging.getLogger("absl").setLevel(logging.CRITICAL)
+def _silence_absl(change: int) -> None:
+    """While a store is open, Orbax's threads do not log errors that are raised here anyway."""
+    global _num_open, _level_before
+    logger = logging.getLogger("absl")
+    if _num_open == 0:
+        _level_before = logger.level
+    _num_open += change
+    logger.setLevel(logging.CRITICAL if _num_open else _level_before)

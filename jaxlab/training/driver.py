@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, Protocol
@@ -21,10 +22,18 @@ from jaxlab.errors import DivergedError, InterruptedRun, UserError
 from jaxlab.parallel.mesh import check_batch
 from jaxlab.parallel.processes import Agreement
 from jaxlab.training.checkpoints import CheckpointStore, Restored
-from jaxlab.training.lanes import Lane, Lanes, Layout, choose_layout
+from jaxlab.training.lanes import Lane, Lanes, Layout, choose_layout, sound_lanes
 from jaxlab.training.program import Evaluation, Program
 
-__all__ = ["DriveSettings", "Observer", "Outcome", "Phase", "drive", "evaluation_steps"]
+__all__ = [
+    "DriveSettings",
+    "Observer",
+    "Outcome",
+    "Phase",
+    "check_batches",
+    "drive",
+    "evaluation_steps",
+]
 
 _PROFILED_STEPS = 5
 
@@ -99,13 +108,15 @@ class Outcome:
         `[trial, replicate, evaluation]` (during training) or `[trial, replicate, batch]` or
         `[trial, replicate]` (after it); the summary's arrays `[trial, replicate, ...]`.
       states: one final state a lane, trial-major.
-      compile_seconds: tracing and compilation, in this process.
-      run_seconds: everything else, in this process.
+      diverged: the trials whose loss became NaN or infinite for some seed; their arrays hold NaN.
+      compile_seconds: tracing and compilation, in all processes that led to the result.
+      run_seconds: everything else, likewise.
       examples: examples seen by all lanes together, over all processes of the run.
     """
 
     arrays: dict[str, np.ndarray]
     states: list[Any]
+    diverged: list[int]
     compile_seconds: float
     run_seconds: float
     examples: int
@@ -146,47 +157,86 @@ def drive(
       The arrays that the conclusions need.
 
     Raises:
-      DivergedError: a loss is NaN or infinite; the last good checkpoint stays.
+      DivergedError: a loss is NaN or infinite in every trial; the last good checkpoint stays.
+        Where other trials are sound, the run goes on and `Outcome.diverged` names the trial.
       InterruptedRun: `stop` gave a signal; everything is saved.
       StorageError: a checkpoint could not be written.
       UserError: the checkpoints belong to other data.
     """
-    start = time.perf_counter()
-    axis = "loop" if settings.mesh is not None else settings.trial_axis
-    layout = choose_layout(program, axis, settings.steps_per_dispatch)
-    if settings.mesh is not None:
-        _check_batches(program, settings.mesh)
-    stop = _AgreedStop(stop)
-    cohorts = [
-        _Cohort(program, seeds[first:last], layout, settings, observer, path, stop)
-        for first, last, path in _cohort_folders(folder, program.name, len(seeds))
-    ]
+    run = _Run(program, seeds, settings, observer, _AgreedStop(stop))
+    cohorts = [run.cohort(*part) for part in _cohort_folders(folder, program.name, len(seeds))]
     for cohort in cohorts:
         cohort.train()
     order = _trial_major(program.num_trials, [len(cohort.seeds) for cohort in cohorts])
-    history = _merge(program.num_trials, [cohort.history for cohort in cohorts])
     states = [state for cohort in cohorts for state in cohort.lanes.split(cohort.states)]
     lanes = cohorts[0].lanes
     if len(cohorts) > 1:
         everyone = [Lane(t, seed) for t in range(program.num_trials) for seed in seeds]
-        lanes = Lanes(
-            program, everyone, cohorts[0].lanes.layout, mesh=settings.mesh, debug=settings.debug
-        )
+        lanes = run.lanes(everyone, lanes.layout, lanes.group_size)
     states = lanes.join([states[i] for i in order])
-    final = _final_evaluations(lanes, states, len(seeds), observer, stop)
+    final = _final_evaluations(lanes, states, len(seeds), observer, run.stop)
     final |= lanes.summarize(states)
     shape = (program.num_trials, len(seeds))
-    arrays = history | {name: v.reshape(shape + v.shape[1:]) for name, v in final.items()}
-    compile_seconds = sum(
-        {id(x): x.compile_seconds for x in [lanes, *(cohort.lanes for cohort in cohorts)]}.values()
-    )
+    arrays = _merge(program.num_trials, [cohort.history for cohort in cohorts])
+    arrays |= {name: value.reshape(shape + value.shape[1:]) for name, value in final.items()}
     return Outcome(
         arrays,
         lanes.split(states),
-        compile_seconds,
-        time.perf_counter() - start - compile_seconds,
+        sorted({trial for cohort in cohorts for trial in cohort.diverged}),
+        run.compile_seconds + sum(cohort.seconds_before["compile"] for cohort in cohorts),
+        run.other_seconds + sum(cohort.seconds_before["run"] for cohort in cohorts),
         program.examples_per_step * program.num_steps * len(lanes.lanes),
     )
+
+
+class _Run:
+    """What the parts of one call of `drive` share."""
+
+    def __init__(
+        self,
+        program: Program,
+        seeds: Sequence[int],
+        settings: DriveSettings,
+        observer: Observer,
+        stop: Callable[[], int | None],
+    ) -> None:
+        self.program, self.seeds, self.settings = program, seeds, settings
+        self.observer, self.stop = observer, stop
+        self._start = time.perf_counter()
+        self._all_lanes: list[Lanes] = []
+        mesh = settings.mesh
+        if mesh is not None:
+            check_batches(program, mesh)
+        size = 1 if settings.debug else settings.steps_per_dispatch
+        axis = "loop" if mesh is not None else settings.trial_axis
+        self.layout = choose_layout(program, axis, size)
+
+    def cohort(self, first: int, last: int, folder: epath.Path | None) -> _Cohort:
+        """The replicates from `first` to `last`."""
+        return _Cohort(self, self.seeds[first:last], folder)
+
+    def lanes(self, members: list[Lane], layout: Layout, group_size: int | None = None) -> Lanes:
+        """The program, compiled for these lanes when it is first called."""
+        made = Lanes(
+            self.program,
+            members,
+            layout,
+            mesh=self.settings.mesh,
+            debug=self.settings.debug,
+            group_size=group_size,
+        )
+        self._all_lanes.append(made)
+        return made
+
+    @property
+    def compile_seconds(self) -> float:
+        """Spent in tracing and compilation."""
+        return sum(lanes.compile_seconds for lanes in self._all_lanes)
+
+    @property
+    def other_seconds(self) -> float:
+        """Spent in everything else."""
+        return time.perf_counter() - self._start - self.compile_seconds
 
 
 class _AgreedStop:
@@ -210,8 +260,12 @@ class _AgreedStop:
         return None if before is None else int(before) or None
 
 
-def _check_batches(program: Program, mesh: Mesh) -> None:
-    """Whether all batches can be split over the mesh."""
+def check_batches(program: Program, mesh: Mesh) -> None:
+    """Whether all batches of a program can be split over a mesh.
+
+    Raises:
+      UserError: naming the numbers.
+    """
     sources = [program.batches, *(e.batches for e in program.evaluations.values())]
     for source in sources:
         for leaf in jax.tree.leaves(source(0, 0, 0)):
@@ -227,9 +281,15 @@ def _cohort_folders(
     base = folder / name
     ranges: list[tuple[int, int]] = []
     if base.exists():
-        names = sorted(path.name for path in base.iterdir() if path.name.startswith("replicates"))
-        ranges = [(int(n.split("-")[1]), int(n.split("-")[2])) for n in names]
-    done = ranges[-1][1] if ranges else 0
+        matches = (re.fullmatch(r"replicates-(\d+)-(\d+)", p.name) for p in base.iterdir())
+        ranges = sorted((int(m[1]), int(m[2])) for m in matches if m)
+    done = 0
+    for first, last in ranges:
+        if first != done:
+            raise UserError(
+                "run_dir", base, f"the checkpoints of replicates {done} to {first - 1} are missing"
+            )
+        done = last
     if done < replicates:
         ranges.append((done, replicates))
     return [(a, b, base / f"replicates-{a:05d}-{b:05d}") for a, b in ranges]
@@ -259,41 +319,31 @@ def _merge(num_trials: int, histories: Sequence[Mapping[str, np.ndarray]]) -> di
 class _Cohort:
     """Replicates that are trained together, with one series of checkpoints."""
 
-    def __init__(
-        self,
-        program: Program,
-        seeds: Sequence[int],
-        layout: Layout,
-        settings: DriveSettings,
-        observer: Observer,
-        folder: epath.Path | None,
-        stop: Callable[[], int | None],
-    ) -> None:
-        self.program, self.seeds, self.settings = program, seeds, settings
-        self.observer, self.stop = observer, stop
-        self.store = None if folder is None else CheckpointStore(folder)
-        self.members = [Lane(t, seed) for t in range(program.num_trials) for seed in seeds]
-        self.lanes = self._lanes(layout)
+    def __init__(self, run: _Run, seeds: Sequence[int], folder: epath.Path | None) -> None:
+        self.run, self.seeds, self.folder = run, seeds, folder
+        self.program, self.settings, self.observer = run.program, run.settings, run.observer
+        self.members = [Lane(t, seed) for t in range(run.program.num_trials) for seed in seeds]
+        self.lanes = run.lanes(self.members, run.layout)
         self.history: dict[str, np.ndarray] = {}
         self.states: list[Any] = []
+        self.diverged: dict[int, str] = {}
         self.step = 0
         self.saved_step = -1
+        self.seconds_before = {"compile": 0.0, "run": 0.0}
+        self._store: CheckpointStore | None = None
         self._pending: tuple[int, int, list[Any]] | None = None
         self._schedules = {
-            name: evaluation_steps(program.num_steps, e.every)
-            for name, e in program.evaluations.items()
+            name: evaluation_steps(self.program.num_steps, e.every)
+            for name, e in self.program.evaluations.items()
             if e.every is not None
         }
-
-    def _lanes(self, layout: Layout) -> Lanes:
-        settings = self.settings
-        return Lanes(self.program, self.members, layout, mesh=settings.mesh, debug=settings.debug)
 
     def train(self) -> None:
         """Runs to the last step, from the newest intact checkpoint."""
         with contextlib.ExitStack() as stack:
-            if self.store is not None:
-                stack.callback(self.store.close)
+            if self.folder is not None:
+                self._store = CheckpointStore(self.folder)
+                stack.callback(self._store.close)
             self._start()
             self.observer.begin(
                 Phase(
@@ -305,29 +355,35 @@ class _Cohort:
                     self.lanes.compile_seconds,
                 )
             )
-            profiled = self.settings.profile is None
+            dispatches = 0
             while True:
                 self._evaluate_if_due()
                 self._save_if_due()
                 if self.step == self.program.num_steps:
                     break
-                if (number := self.stop()) is not None:
+                if (number := self.run.stop()) is not None:
                     self._leave(number)
-                count = self._next_boundary() - self.step
-                if not profiled and self._pending is not None:
-                    profiled = True
-                    with jax.profiler.trace(str(self.settings.profile)):
-                        self._advance(min(count, _PROFILED_STEPS))
-                        jax.block_until_ready(self.states)
-                else:
-                    self._advance(count)
+                self._dispatch(self._next_boundary() - self.step, dispatches)
+                dispatches += 1
+
+    def _dispatch(self, count: int, number: int) -> None:
+        """One dispatch; with `profile` the first is a single step, which compiles, and the second
+        is traced."""
+        if self.settings.profile is None or number > 1:
+            self._advance(count)
+        elif number == 0:
+            self._advance(1)
+        else:
+            with jax.profiler.trace(str(self.settings.profile)):
+                self._advance(min(count, _PROFILED_STEPS))
+                jax.block_until_ready(self.states)
 
     def _start(self) -> None:
         restored = None
-        if self.store is not None:
-            restored = self.store.restore_newest(self.lanes.abstract_stacked())
+        if self._store is not None:
+            restored = self._store.restore_newest(self.lanes.abstract_stacked())
         if restored is None:
-            self.states = self.lanes.init()
+            self.states = self.lanes.fit_memory(self.lanes.init())
             return
         meta = restored.meta
         if meta["fingerprint"] != self.program.fingerprint:
@@ -337,19 +393,21 @@ class _Cohort:
                 f"the run was started on other data ({meta['fingerprint']}); use another run_dir",
             )
         self._keep_layout(meta)
-        self.states = self.lanes.unstack(restored.state)
+        self.states = self.lanes.fit_memory(self.lanes.unstack(restored.state))
         self.step = self.saved_step = restored.step
         self.history = self._adopt(restored)
+        self.seconds_before = dict(meta["seconds"])
+        self._note_diverged(self.history.get("train/loss", np.zeros((len(self.members), 0))), 0)
 
     def _keep_layout(self, meta: Mapping[str, Any]) -> None:
         """The rules that were fixed at the start stay, unless the user now asks for others."""
         settings, layout = self.settings, self.lanes.layout
-        if settings.steps_per_dispatch == "auto":
+        if settings.steps_per_dispatch == "auto" and not settings.debug:
             layout = dataclasses.replace(layout, steps_per_dispatch=meta["steps_per_dispatch"])
         if settings.trial_axis == "auto" and settings.mesh is None:
             layout = dataclasses.replace(layout, trial_axis=meta["trial_axis"])
         if layout != self.lanes.layout:
-            self.lanes = self._lanes(layout)
+            self.lanes = self.run.lanes(self.members, layout)
 
     def _adopt(self, restored: Restored) -> dict[str, np.ndarray]:
         """The saved history, widened if the run has been given more steps."""
@@ -398,35 +456,44 @@ class _Cohort:
         values = self.lanes.fetch(metrics, count)
         for name, value in values.items():
             self._record(f"train/{name}", self.program.num_steps)[:, start : start + count] = value
-        self._check_finite(values["loss"], start)
+        self._note_diverged(values["loss"], start)
         every = self.settings.log_every
         for i in range(count):
             done = start + i + 1
             if done % every == 0 or done == self.program.num_steps:
                 found = {f"train/{name}": value[:, i] for name, value in values.items()}
                 self.observer.metrics(done, found)
-        loss = float(np.mean(values["loss"][:, -1]))
+        sound = [lane.trial not in self.diverged for lane in self.members]
+        loss = float(np.mean(values["loss"][sound, -1]))
         self.observer.advance(start + count, loss, self.lanes.compile_seconds)
 
     def _record(self, name: str, width: int) -> np.ndarray:
         shape = (len(self.members), width)
         return self.history.setdefault(name, np.full(shape, np.nan, np.float32))
 
-    def _check_finite(self, loss: np.ndarray, start: int) -> None:
-        bad = ~np.isfinite(loss)
-        if not bad.any():
+    def _note_diverged(self, loss: np.ndarray, start: int) -> None:
+        """Marks trials whose loss `[lane, step]` is not finite; none left ends the run."""
+        bad = ~np.isfinite(loss[:, : self.step - start])
+        for lane, row in zip(self.members, bad, strict=True):
+            if row.any():
+                step = start + int(np.argmax(row)) + 1
+                self._mark(lane, f"the loss of step {step} is not finite")
+        self._end_if_all_diverged()
+
+    def _mark(self, lane: Lane, reason: str) -> None:
+        self.diverged.setdefault(
+            lane.trial, f"{self.program.name}: {reason} (trial {lane.trial}, seed {lane.seed})"
+        )
+
+    def _end_if_all_diverged(self) -> None:
+        if len(self.diverged) < self.program.num_trials:
             return
-        step = int(np.argmax(bad.any(axis=0)))
-        lane = self.members[int(np.argmax(bad[:, step]))]
-        if self.store is not None:
-            self.store.wait()
+        if self._store is not None:
+            self._store.wait()
         kept = "no checkpoint was kept"
         if self.saved_step >= 0:
             kept = f"the checkpoint of step {self.saved_step} is intact"
-        raise DivergedError(
-            f"{self.program.name}: the loss of step {start + step + 1} is not finite "
-            f"(trial {lane.trial}, seed {lane.seed}); {kept}"
-        )
+        raise DivergedError(f"{next(iter(self.diverged.values()))}; {kept}")
 
     def _evaluate_if_due(self) -> None:
         for name, steps in self._schedules.items():
@@ -448,36 +515,45 @@ class _Cohort:
             self._save()
 
     def _save(self) -> None:
-        if self.store is None or self.step == self.saved_step:
+        if self._store is None or self.step == self.saved_step:
             return
         self._flush()
-        layout = self.lanes.layout
+        state = self.lanes.stack(self.states)
+        # The loss of a step says nothing yet about the weights after it.
+        for lane, sound in zip(self.members, sound_lanes(state), strict=True):
+            if not sound:
+                self._mark(lane, f"the weights after step {self.step} are not finite")
+        self._end_if_all_diverged()
+        layout, before = self.lanes.layout, self.seconds_before
         meta = {
             "fingerprint": self.program.fingerprint,
             "num_steps": self.program.num_steps,
             "trial_axis": layout.trial_axis,
             "steps_per_dispatch": layout.steps_per_dispatch,
             "seeds": list(self.seeds),
+            "seconds": {
+                "compile": before["compile"] + self.run.compile_seconds,
+                "run": before["run"] + self.run.other_seconds,
+            },
         }
-        state = self.lanes.stack(self.states)
-        self.store.save(self.step, state, self.history, meta, best=self._best_value())
+        self._store.save(self.step, state, self.history, meta, best=self._best_value())
         self.saved_step = self.step
 
     def _best_value(self) -> float | None:
-        """The newest value of the metric that marks the best checkpoint, averaged over lanes."""
-        values = self.history.get(self.program.best or "")
-        if values is None:
+        """The metric that marks the best checkpoint, averaged over lanes, if measured here."""
+        name = self.program.best or ""
+        steps = self._schedules.get(name.partition("/")[0], [])
+        if name not in self.history or self.step not in steps:
             return None
-        means = values.mean(axis=0)
-        known = means[np.isfinite(means)]
-        return float(known[-1]) if known.size else None
+        value = float(self.history[name][:, steps.index(self.step)].mean())
+        return value if np.isfinite(value) else None
 
     def _leave(self, number: int) -> None:
         self._flush()
         self._save()
-        if self.store is None:
+        if self._store is None:
             raise InterruptedRun(number, f"stopped at step {self.step}; nothing was kept")
-        self.store.wait()
+        self._store.wait()
         raise InterruptedRun(number, f"stopped at step {self.step}; run the same command to resume")
 
 
@@ -541,16 +617,24 @@ def _final_evaluations(
                     number, f"stopped after training, in {name}; run the same command to resume"
                 )
 
-        peers = _next_replicates(lanes, states, replicates) if evaluation.peer else None
+        peers = None
+        if evaluation.peer is not None:
+            peers = _peers(lanes, states, replicates, evaluation.peer)
         values = _measure(lanes, name, states, peers, progress)
         arrays |= {f"{name}/{key}": value for key, value in values.items()}
     return arrays
 
 
-def _next_replicates(lanes: Lanes, states: list[Any], replicates: int) -> list[Any]:
-    """For every lane the state of its trial's next replicate; the last one gets the first."""
+def _peers(
+    lanes: Lanes, states: list[Any], replicates: int, peer: Callable[[int, int], int]
+) -> list[Any]:
+    """For every lane the state of its peer: another replicate of the same trial."""
     if replicates < 2:
         raise ValueError(f"replicates={replicates}: an evaluation with peer needs at least 2")
     separate = lanes.split(states)
-    rolled = [separate[i - i % replicates + (i + 1) % replicates] for i in range(len(separate))]
-    return lanes.join(rolled)
+    return lanes.join(
+        [
+            separate[i - i % replicates + peer(i % replicates, replicates)]
+            for i in range(len(separate))
+        ]
+    )

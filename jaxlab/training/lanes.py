@@ -31,7 +31,7 @@ from jax.sharding import Mesh
 from jaxlab.training.placement import ByLane, OneDevice, OnMesh, Placement, Role
 from jaxlab.training.program import Evaluation, Program
 
-__all__ = ["Lane", "Lanes", "Layout", "choose_layout"]
+__all__ = ["Lane", "Lanes", "Layout", "choose_layout", "sound_lanes"]
 
 _WORK_PER_DISPATCH = 4e9  # state elements times batch elements: about 0.1 s on a CPU
 _MAX_STEPS_PER_DISPATCH = 50
@@ -94,6 +94,7 @@ class Lanes:
       layout: from `choose_layout`.
       mesh: run each lane on all of these devices; the layout's trial axis must be `loop`.
       debug: run without compilation, so that values can be printed and NaNs located.
+      group_size: lanes in one call of the `vmap` layout; by default all of them.
 
     Attributes:
       compile_seconds: spent in tracing and compilation so far.
@@ -107,6 +108,7 @@ class Lanes:
         *,
         mesh: Mesh | None = None,
         debug: bool = False,
+        group_size: int | None = None,
     ) -> None:
         self.program, self.lanes, self.layout = program, list(lanes), layout
         self.compile_seconds = 0.0
@@ -120,7 +122,13 @@ class Lanes:
         threads = min(len(self.lanes), _num_processors())
         parallel = isinstance(self._place, OneDevice) and jax.default_backend() == "cpu"
         self._pool = ThreadPoolExecutor(threads) if parallel and threads > 1 and not debug else None
-        self._set_groups(len(self.lanes) if self._place.lanes_together else 1)
+        together = group_size or len(self.lanes)
+        self._set_groups(together if self._place.lanes_together else 1)
+
+    @property
+    def group_size(self) -> int:
+        """Lanes in one call."""
+        return len(self._groups[0])
 
     def _set_groups(self, size: int) -> None:
         order = list(range(len(self.lanes)))
@@ -191,12 +199,15 @@ class Lanes:
         for group, trial in zip(self._groups, self._trials, strict=True):
             seeds = self._group(group, lambda lane: np.uint32(lane.seed), "trial")
             states.append(self._call("init", one, (trial, seeds), ("trial", "trial"), "state"))
-        return self._fit_memory(states) if self._place.lanes_together else states
+        return states
 
-    def _fit_memory(self, states: list[Any]) -> list[Any]:
-        """Halves the groups until the compiled step fits the device, where its limit is known."""
+    def fit_memory(self, states: list[Any]) -> list[Any]:
+        """Halves the groups of a batched layout until the compiled step fits the device.
+
+        Does nothing where the device's limit is not known, or where lanes are not batched.
+        """
         limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
-        while limit and len(self._groups[0]) > 1 and not self._debug:
+        while limit and self.group_size > 1 and not self._debug:
             batches = self._batches(self.program.batches, self._groups[0], 0, 1)
             args = (self._trials[0], states[0], batches, self._count(1))
             compiled = self._compile("step", self._step_function(), args, *_STEP_ROLES, (1,))
@@ -205,7 +216,7 @@ class Lanes:
             if usage.temp_size_in_bytes + arguments <= _MEMORY_SHARE * limit:
                 break
             lanes = self.split(states)
-            self._set_groups((len(self._groups[0]) + 1) // 2)
+            self._set_groups((self.group_size + 1) // 2)
             states = self.join(lanes)
         return states
 
@@ -350,6 +361,28 @@ def _num_processors() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+@jax.jit
+def _sound(stacked: Any) -> jax.Array:
+    """For each lane, whether its weights are finite and nothing else is NaN."""
+    params = {id(leaf) for leaf in jax.tree.leaves(getattr(stacked, "params", None))}
+    found = []
+    for leaf in jax.tree.leaves(stacked):
+        if jnp.issubdtype(leaf.dtype, jnp.inexact):
+            good = jnp.isfinite(leaf) if id(leaf) in params else ~jnp.isnan(leaf)
+            found.append(good.reshape(leaf.shape[0], -1).all(axis=1))
+    if not found:
+        return jnp.ones(jax.tree.leaves(stacked)[0].shape[0], jnp.bool_)
+    return jnp.stack(found).all(axis=0)
+
+
+def sound_lanes(stacked: Any) -> np.ndarray:
+    """For each lane of `Lanes.stack`'s result, whether it is worth keeping: `[lane]` booleans.
+
+    The weights (`params`, where the state has them) must be finite, and nothing may be NaN.
+    """
+    return np.asarray(_sound(stacked))
 
 
 @jax.jit

@@ -114,7 +114,7 @@ def state_shardings(
     optimizer: optax.GradientTransformation,
     params: Any,
     mesh: jax.sharding.Mesh,
-) -> TrainState:
+) -> Any:
     """Where each part of a state lies on a mesh, from where its parameters do.
 
     Optax tells which leaves of its state belong to parameters, so nothing is guessed from shapes;
@@ -134,7 +134,8 @@ def state_shardings(
         params,
         transform_non_params=lambda _: whole,
     )
-    return TrainState(whole, params, opt_state, whole, None if state.ema is None else params)
+    places: Any = (whole, params, opt_state, whole, None if state.ema is None else params)
+    return TrainState(*places)
 
 
 def make_train_step(
@@ -171,8 +172,9 @@ def make_train_step(
         metrics = {"loss": loss, "grad_norm": norm.astype(jnp.float32)}
         ema = state.ema
         if ema_decay is not None:
+            rate = 1 - ema_decay
             ema = jax.tree.map(
-                lambda old, new: (old + (1 - ema_decay) * (new - old)).astype(old.dtype),
+                lambda old, new: (old + rate * (new - old)).astype(old.dtype),
                 ema,
                 params,
             )

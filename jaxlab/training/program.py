@@ -28,8 +28,8 @@ class Evaluation:
       num_batches: how many batches there are.
       every: training steps between two evaluations; None for once, after training.
       keep: `mean` over the batches, or `each` batch's value.
-      peer: whether `function` also gets the state of the next replicate of the same trial (the
-        last one gets the first), trained on other data: a control variate.
+      peer: `(replicate, replicates) -> replicate`, whose state `function` also gets, trained by
+        the same trial on other data: a control variate. None for no peer.
     """
 
     function: Callable[..., Metrics]
@@ -37,12 +37,12 @@ class Evaluation:
     num_batches: int
     every: int | None = None
     keep: Literal["mean", "each"] = "mean"
-    peer: bool = False
+    peer: Callable[[int, int], int] | None = None
 
     def __post_init__(self) -> None:
         if self.num_batches < 1 or (self.every is not None and self.every < 1):
             raise ValueError(f"num_batches={self.num_batches}, every={self.every}: both at least 1")
-        if self.peer and self.every is not None:
+        if self.peer is not None and self.every is not None:
             raise ValueError("an evaluation with peer runs once, after training: every=None")
 
 
@@ -168,6 +168,10 @@ def check_extension(old: Program, new: Program) -> None:
         raise UserError("steps", new.num_steps, problem + "allowed are more steps, not fewer")
     if old.abstract_state() != new.abstract_state():
         raise UserError("steps", new.num_steps, problem + "its state has another shape")
+    for step in (0, old.num_steps - 1):
+        pair = (jax.tree.leaves(program.batches(0, 0, step)) for program in (old, new))
+        if not all(np.array_equal(a, b) for a, b in zip(*pair, strict=True)):
+            raise UserError("steps", new.num_steps, problem + "its batches would have differed")
     for before, after in zip(jax.tree.leaves(old.trials), jax.tree.leaves(new.trials), strict=True):
         before, after = np.asarray(before), np.asarray(after)
         if after.shape[1:2] == (new.num_steps,) and before.shape[1:2] == (old.num_steps,):

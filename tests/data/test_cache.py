@@ -205,7 +205,7 @@ def test_other_keys_are_refused(folder, key):
 def test_a_cache_that_cannot_be_written_is_named(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("JAXLAB_DATA_CACHE", str(tmp_path / "file"))
-    with pytest.raises(UserError, match="JAXLAB_DATA_CACHE=.*file: cannot be written: ") as caught:
+    with pytest.raises(UserError, match=r"JAXLAB_DATA_CACHE=.*file: cannot be written: ") as caught:
         cached("a", builder())
     assert "\n" not in str(caught.value)
 

@@ -224,7 +224,7 @@ def test_bad_lines_and_files_are_passed_over_and_counted(tmp_path):
 def test_if_nothing_is_left_the_first_reason_is_told(tmp_path):
     write(tmp_path, a__jsonl="[]\n3\n")
     with pytest.raises(
-        UserError, match=r"holds no text; 2 bad .* first: a\.jsonl line 1: holds an"
+        UserError, match=r"holds no text; .*; 2 bad .* first: a\.jsonl line 1: holds an"
     ):
         texts(tmp_path / "a.jsonl", skip_bad=True)
 
@@ -282,7 +282,7 @@ def test_a_line_without_end_is_not_kept(tmp_path, monkeypatch):
 
 
 def test_garbage_is_refused_in_one_line(tmp_path):
-    chance = random.Random(0)
+    chance, refusals = random.Random(0), []
     good = lines({"text": "some text é", "n": [1, {"a": None}]}, {"text": "more"}).encode()
     for name in ("a.jsonl", "a.txt", "a.jsonl.gz", "a.txt.gz"):
         whole = gzip.compress(good) if name.endswith("gz") else good
@@ -294,10 +294,11 @@ def test_garbage_is_refused_in_one_line(tmp_path):
             try:
                 found = texts(tmp_path / name)
             except UserError as error:
-                assert len(str(error).splitlines()) == 1
-                assert str(error).isprintable()
+                refusals.append(str(error))
             else:
                 assert all(text.strip() and "\0" not in text for text in found.values())
+    assert len(refusals) > 300
+    assert all(refusal.isprintable() for refusal in refusals)
 
 
 def test_json_lines_with_their_places(tmp_path):
@@ -355,7 +356,7 @@ def test_bad_rows_are_passed_over(tmp_path, arrow):
     left, places = skipped(tmp_path / "a.parquet")
     assert list(left.values()) == ["a", "b"]
     assert [place for place, _ in places] == [f"a.parquet row {row}" for row in (2, 3, 4)]
-    with pytest.raises(UserError, match="a.parquet row 2: column 'text' holds null"):
+    with pytest.raises(UserError, match=r"a\.parquet row 2: column 'text' holds null"):
         texts(tmp_path / "a.parquet")
 
 
@@ -363,7 +364,7 @@ def test_damaged_tables_are_refused_in_one_line(tmp_path, arrow):
     table = arrow.table({"text": [f"document {number} " * 9 for number in range(400)]})
     path = tmp_path / "a.parquet"
     arrow.parquet.write_table(table, path, row_group_size=100, write_page_checksum=True)
-    whole, refused = path.read_bytes(), 0
+    whole, refusals = path.read_bytes(), []
     chance = random.Random(0)
     for _ in range(150):
         content = bytearray(whole)
@@ -373,9 +374,9 @@ def test_damaged_tables_are_refused_in_one_line(tmp_path, arrow):
         try:
             texts(path)
         except UserError as error:
-            refused += 1
-            assert len(str(error).splitlines()) == 1
-    assert refused > 75
+            refusals.append(str(error))
+    assert len(refusals) > 75
+    assert all(refusal.isprintable() for refusal in refusals)
 
 
 def test_without_pyarrow_it_is_named(tmp_path, monkeypatch):

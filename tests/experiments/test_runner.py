@@ -1,11 +1,13 @@
 """Runs and their folders: written, found again, resumed, extended, refused."""
 
+import contextlib
 import dataclasses
 import json
 import os
 import shutil
 import signal
 
+import jax
 import jax.numpy as jnp
 import pytest
 import yaml
@@ -18,6 +20,8 @@ from jaxlab.experiments.composition import make_config
 from jaxlab.reporting.directory import own_directory
 from jaxlab.training.program import Program
 
+ENABLED = "jax_enable_compilation_cache"
+CACHE = "jax_compilation_cache_dir"
 QUIET = {"quiet": True, "tensorboard": False, "compilation_cache": "off"}
 
 
@@ -58,7 +62,7 @@ def test_a_run_leaves_its_files(finished):
     assert data["examples_seen"] == 2 * 40 * 16
     assert data["peak_memory_bytes"]["host"] > 1e7
     assert [claim["id"] for claim in data["claims"]] == [claim.id for claim in result.claims]
-    environment = json.loads((folder / "environment.json").read_text())
+    (environment,) = json.loads((folder / "environment.json").read_text())["sessions"]
     assert environment["packages"]["jax"]
     assert environment["matmul_precision"] == "highest"
     assert environment["seeds"] == [100, 101]
@@ -151,7 +155,43 @@ def test_a_locked_folder_is_refused(copy):
     # The lock belongs to an open file, so a second one in this process is refused as well.
     expected = f"in use by process {os.getpid()} on"
     with own_directory(epath.Path(copy)), pytest.raises(UserError, match=expected):
-        runner.run(config(), copy)
+        runner.run(config(replicates=3), copy)
+    with own_directory(epath.Path(copy)):  # what is finished may always be read
+        assert runner.run(config(), copy).provenance["finished_before"]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"variant": "text", "context": 100_000},  # too few tokens for a batch
+        {"variant": "text", "data": {"max_bytes": 10_000}},
+        {"compilation_cache": "/proc/nowhere"},
+        {"mesh": {"data": 3}},
+        {"mesh": {"model": -1, "data": -1}},
+    ],
+    ids=str,
+)
+def test_a_late_mistake_leaves_nothing(tmp_path, changes):
+    settings = make_config("trec", **{"variant": "mlp", "preset": "test", **QUIET, **changes})
+    with pytest.raises(UserError) as caught:
+        runner.run(settings, tmp_path / "run")
+    assert "\n" not in str(caught.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_each_start_is_noted(tmp_path):
+    settings = config(steps_per_dispatch=5)
+    asked = iter([None, 15, 15, 15])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            machine, "stop_requests", lambda _: contextlib.nullcontext(lambda: next(asked))
+        )
+        with pytest.raises(InterruptedRun):
+            runner.run(settings, tmp_path / "run")
+    seconds = runner.run(settings, tmp_path / "run").provenance["run_seconds"]
+    sessions = json.loads((tmp_path / "run" / "environment.json").read_text())["sessions"]
+    assert len(sessions) == 2
+    assert seconds > 0
 
 
 def test_a_bad_value_leaves_nothing(tmp_path):
@@ -221,12 +261,21 @@ def test_signals_are_given_back():
 
 def test_the_compilation_cache_folder_is_checked(tmp_path, monkeypatch):
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
+    before = getattr(jax.config, CACHE)
     file = tmp_path / "file"
     file.write_text("")
-    with pytest.raises(UserError, match=r"compilation_cache=.*cannot be written"):
-        machine.use_compilation_cache(str(file / "cache"))
+    bad = machine.compilation_cache(str(file / "cache"))
+    with pytest.raises(UserError, match=r"compilation_cache=.*cannot be written"), bad:
+        pass
     monkeypatch.setenv("XDG_CACHE_HOME", str(file))
-    machine.use_compilation_cache("auto")  # no cache is no error
+    with machine.compilation_cache("auto"):  # no cache is no error
+        assert getattr(jax.config, CACHE) == before
+    with machine.compilation_cache(str(tmp_path / "cache")):
+        assert getattr(jax.config, CACHE) == str(tmp_path / "cache")
+    with machine.compilation_cache("off"):
+        assert not getattr(jax.config, ENABLED)
+    assert getattr(jax.config, ENABLED)
+    assert getattr(jax.config, CACHE) == before
 
 
 def test_profile_needs_a_folder():

@@ -24,6 +24,15 @@ def test_every_flipped_bit_is_noticed(dtype):
             assert int(checksum(jnp.asarray(changed))) != original, (place, bit)
 
 
+@pytest.mark.parametrize("dtype", ["int4", "uint4", "complex64", "float8_e4m3fn"])
+def test_unusual_types(dtype):
+    values = jnp.asarray([0, 1, 1, 0, 1, 0, 0, 1], dtype)
+    sums = {int(checksum(values))}
+    for place in range(8):
+        sums.add(int(checksum(values.at[place].set(jnp.asarray(2, dtype)))))
+    assert len(sums) == 9
+
+
 def test_order_matters():
     assert int(checksum(jnp.array([1.0, 2.0]))) != int(checksum(jnp.array([2.0, 1.0])))
 

@@ -14,6 +14,7 @@ from scipy import stats
 
 from jaxlab.reporting.claims import (
     Claim,
+    bootstrap_t_interval,
     claim_from_bootstrap,
     claim_from_values,
     format_number,
@@ -277,3 +278,40 @@ def test_numbers_in_tables():
     assert format_number(-123456.7) == "-123457"
     assert format_number(1e12) == "1e+12"
     assert format_number(9999.6) == "10000"
+
+
+@pytest.mark.parametrize(("size", "transform"), [(2, "none"), (4, "none"), (4, "fisher")])
+def test_bootstrap_t_covers_what_it_promises(size, transform):
+    """Two halves of a few seeds each, averaged: the interval holds the truth 95 times in 100.
+
+    1,000 repetitions have a standard deviation of 0.7 points around 95 %; the bounds are six and
+    more of them away, so the false-alarm rate is below 1e-8.
+    """
+    draw = np.random.default_rng(0)
+    truth, covered, repetitions = 0.3, 0, 1000
+    picks = draw.integers(size, size=(2, 400, size))
+    for _ in range(repetitions):
+        halves = truth + 0.05 * draw.normal(size=(2, size))
+        samples = (halves[0][picks[0]].mean(1) + halves[1][picks[1]].mean(1)) / 2
+        low, high = bootstrap_t_interval(halves.mean(), samples, [size, size], transform=transform)
+        covered += low <= truth <= high
+    assert 0.90 <= covered / repetitions <= 0.99
+
+
+def test_bootstrap_t_is_the_t_interval_for_one_group():
+    """For the mean of one group the corrected bootstrap deviation is s / sqrt(n)."""
+    values = np.array([0.1, 0.4, 0.2, 0.7, 0.5])
+    picks = np.random.default_rng(0).integers(5, size=(200_000, 5))
+    found = bootstrap_t_interval(values.mean(), values[picks].mean(1), [5])
+    # The deviation of 200,000 samples is known to 0.2 %; 2 % is ten standard deviations.
+    np.testing.assert_allclose(found, t_interval(values), rtol=0.02)
+
+
+def test_bootstrap_t_without_spread():
+    assert bootstrap_t_interval(0.5, [0.5, 0.5], [1, 3]) == (-math.inf, math.inf)
+    assert bootstrap_t_interval(0.5, [0.5, math.nan], [3, 3]) == (-math.inf, math.inf)
+    low, high = bootstrap_t_interval(1.0, [1.0, 1.0], [2, 2], transform="fisher")
+    assert low == pytest.approx(1.0)
+    assert high <= 1.0
+    with pytest.raises(ValueError, match="transform='log'"):
+        bootstrap_t_interval(0.5, [0.5], [2], transform="log")

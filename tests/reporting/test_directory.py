@@ -1,5 +1,6 @@
 """Who may write into a run's folder."""
 
+import errno
 import json
 import os
 import socket
@@ -11,6 +12,7 @@ import pytest
 from etils import epath
 
 from jaxlab.errors import UserError
+from jaxlab.reporting import directory
 from jaxlab.reporting.directory import check_writable, make_directory, own_directory
 
 HOLD = """
@@ -58,9 +60,11 @@ def test_the_lock_is_free_afterwards(tmp_path):
     assert (tmp_path / "run" / ".lock").read_text() == ""
 
 
-def test_an_owner_on_another_host_counts_while_it_renews(tmp_path):
+def test_an_owner_on_another_host_counts_while_it_renews(tmp_path, monkeypatch):
     lock = tmp_path / ".lock"
     lock.write_text(json.dumps({"host": "elsewhere", "pid": 17}))
+    monkeypatch.setattr(directory, "_POLL_SECONDS", 0.01)
+    monkeypatch.setattr(directory.time, "sleep", lambda _: os.utime(lock, (time.time(), 1)))
     with (
         pytest.raises(UserError, match="in use by process 17 on elsewhere"),
         own_directory(epath.Path(tmp_path)),
@@ -70,6 +74,30 @@ def test_an_owner_on_another_host_counts_while_it_renews(tmp_path):
     os.utime(lock, (old, old))
     with own_directory(epath.Path(tmp_path)):
         pass
+
+
+def test_a_silent_owner_on_another_host_is_waited_for(tmp_path, monkeypatch):
+    (tmp_path / ".lock").write_text(json.dumps({"host": "elsewhere", "pid": 17}))
+    monkeypatch.setattr(directory, "_POLL_SECONDS", 0.01)
+    monkeypatch.setattr(directory, "_STALE_SECONDS", 0.2)
+    with own_directory(epath.Path(tmp_path)):
+        assert json.loads((tmp_path / ".lock").read_text())["pid"] == os.getpid()
+
+
+@pytest.mark.parametrize("running", [True, False])
+def test_without_kernel_locks_the_owner_s_process_decides(tmp_path, monkeypatch, running):
+    def refuse(*_):
+        raise OSError(errno.ENOTSUP, "Operation not supported")
+
+    monkeypatch.setattr(directory.fcntl, "flock", refuse)
+    pid = os.getpid() if running else 2**22 + 1  # above the largest possible pid
+    (tmp_path / ".lock").write_text(json.dumps({"host": socket.gethostname(), "pid": pid}))
+    if running:
+        with pytest.raises(UserError, match="in use by"), own_directory(epath.Path(tmp_path)):
+            pass
+    else:
+        with own_directory(epath.Path(tmp_path)):
+            pass
 
 
 def test_a_garbled_lock_is_no_obstacle(tmp_path):

@@ -96,10 +96,27 @@ def test_tensorboard_has_a_curve_for_each_seed(tmp_path):
     writer = TensorBoard(epath.Path(tmp_path))
     write(writer, [1, 2])
     writer.close()
-    (file,) = tmp_path.glob("events*")
+    (file,) = tmp_path.glob("toy/seeds-100-101/events*")
     data = file.read_bytes()
     assert b"train/loss/seed100" in data
     assert b"train/loss/seed101" in data
+
+
+def test_tensorboard_keeps_programs_and_replicates_apart(tmp_path):
+    writer = TensorBoard(epath.Path(tmp_path))
+    write(writer, [1])
+    write(writer, [1], lanes=[FakeLane(0, 102), FakeLane(0, 103)])
+    writer.begin(FakePhase(LANES, program="other"))
+    writer.metrics(1, {"train/loss": np.ones(2)})
+    write(writer, [2], begin=1)  # within the same second
+    writer.close()
+    folders = sorted(str(path.parent.relative_to(tmp_path)) for path in tmp_path.rglob("events*"))
+    assert folders == [
+        "other/seeds-100-101",
+        "toy/seeds-100-101",
+        "toy/seeds-100-101",
+        "toy/seeds-102-103",
+    ]
 
 
 def test_progress_is_plain_where_there_is_no_terminal():

@@ -1,6 +1,8 @@
 """Checkpoints: exact, newest and best kept, and damage noticed."""
 
+import contextlib
 import errno
+import logging
 import shutil
 import warnings
 
@@ -10,7 +12,7 @@ import numpy as np
 import pytest
 from etils import epath
 
-from jaxlab.errors import StorageError
+from jaxlab.errors import StorageError, UserError
 from jaxlab.training.checkpoints import CheckpointStore
 from jaxlab.training.driver import DriveSettings, drive
 from tests.training.toy import Silent, toy_program
@@ -163,9 +165,11 @@ def test_every_flipped_byte_of_the_data_is_noticed_or_harmless(folder, tmp_path)
         damaged[place] ^= 0x10
         (copy / file.relative_to(tmp_path / "store")).write_bytes(bytes(damaged))
         store = CheckpointStore(epath.Path(copy))
+        restored = None
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            restored = store.restore_newest(ABSTRACT)
+            with contextlib.suppress(StorageError):
+                restored = store.restore_newest(ABSTRACT)
         store.close()
         outcomes.append(restored is None)
         if restored is not None:
@@ -182,6 +186,86 @@ def test_a_fallback_resumes_to_the_same_end(tmp_path):
         again = drive(toy_program(), [100, 101], settings, **arguments)
     for name, value in whole.arrays.items():
         np.testing.assert_array_equal(value, again.arrays[name], err_msg=name)
+
+
+def test_what_is_damaged_is_kept_aside(folder, tmp_path):
+    fill(folder)
+    truncate(tmp_path / "store" / "3")
+    store = CheckpointStore(folder)
+    with pytest.warns(UserWarning, match=r"is kept in .*/damaged, going back"):
+        store.restore_newest(ABSTRACT)
+    store.close()
+    (kept,) = (tmp_path / "damaged").iterdir()
+    assert kept.name.startswith("store-3-")
+    assert (kept / "meta").is_dir()
+
+
+def test_damage_everywhere_is_no_silent_start_from_scratch(folder, tmp_path):
+    fill(folder)
+    for step in ("2", "3"):
+        empty(tmp_path / "store" / step)
+    store = CheckpointStore(folder)
+    with (
+        pytest.warns(UserWarning, match="is damaged"),
+        pytest.raises(StorageError, match="all checkpoints are damaged and were moved"),
+    ):
+        store.restore_newest(ABSTRACT)
+    assert store.restore_newest(ABSTRACT) is None  # asked again, it starts from scratch
+    store.close()
+    assert len(list((tmp_path / "damaged").iterdir())) == 2
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda state: {**state, "new": jnp.zeros(3)},
+        lambda state: {key: value for key, value in state.items() if key != "half"},
+        lambda state: {**state, "w": jnp.zeros((64, 32))},
+        lambda state: {**state, "w": jnp.zeros((64, 64), jnp.bfloat16)},
+    ],
+)
+def test_other_code_is_no_damage(folder, change):
+    fill(folder)
+    store = CheckpointStore(folder)
+    with pytest.raises(UserError, match=r"run_dir=.*checkpoint 3 was written by other code") as e:
+        store.restore_newest(jax.eval_shape(lambda: change(state_of(0))))
+    assert "\n" not in str(e.value)
+    assert store.steps() == [2, 3]
+    store.close()
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (OSError(errno.EIO, "Input/output error"), StorageError),
+        (OSError(errno.EACCES, "Permission denied"), StorageError),
+        (MemoryError(), MemoryError),
+        (RuntimeError("RESOURCE_EXHAUSTED: out of memory"), StorageError),
+    ],
+)
+def test_a_failing_machine_is_no_damage(folder, monkeypatch, error, expected):
+    fill(folder)
+    store = CheckpointStore(folder)
+
+    def fail(*_):
+        raise error
+
+    monkeypatch.setattr(store, "_restore", fail)
+    with pytest.raises(expected):
+        store.restore_newest(ABSTRACT)
+    monkeypatch.undo()
+    assert store.steps() == [2, 3]
+    store.close()
+
+
+def test_the_log_level_is_given_back(tmp_path):
+    logger = logging.getLogger("absl")
+    before = logger.level
+    stores = [CheckpointStore(epath.Path(tmp_path) / name) for name in "ab"]
+    assert logger.level == logging.CRITICAL
+    for store in stores:
+        store.close()
+    assert logger.level == before
 
 
 def test_an_older_step_is_not_dropped_silently(folder):

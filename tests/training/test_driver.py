@@ -159,6 +159,75 @@ def test_divergence_is_noticed_one_dispatch_late_at_most():
     assert max(seen) == 19
 
 
+def test_one_diverged_trial_does_not_end_the_others(folder):
+    """The second trial's loss becomes NaN at step 22; the others' numbers stay the same bits."""
+    program = toy_program(rates=(0.05, 0.1, 0.2))
+    step = program.step
+
+    def poisoned(trial, state, batch):
+        state, metrics = step(trial, state, batch)
+        bad = (state.step == 22) & (trial["rate"][0] == np.float32(0.1))
+        return state, {**metrics, "loss": jnp.where(bad, jnp.nan, metrics["loss"])}
+
+    outcome = run(dataclasses.replace(program, step=poisoned), folder)
+    assert outcome.diverged == [1]
+    whole = run(program)
+    assert whole.diverged == []
+    for name, value in whole.arrays.items():
+        np.testing.assert_array_equal(outcome.arrays[name][[0, 2]], value[[0, 2]], err_msg=name)
+    # A resume knows it from the history.
+    assert run(dataclasses.replace(program, step=poisoned), folder).diverged == [1]
+
+
+def test_weights_that_are_not_finite_are_not_saved(folder):
+    """The loss of a step is measured before its update: here only the weights are NaN yet."""
+    program = toy_program()
+    step = program.step
+
+    def poisoned(trial, state, batch):
+        state, metrics = step(trial, state, batch)
+        params = jax.tree.map(lambda p: jnp.where(state.step == 20, jnp.nan, p), state.params)
+        return state._replace(params=params), metrics
+
+    evaluations = {"replay": program.evaluations["replay"]}
+    bad = dataclasses.replace(program, step=poisoned, evaluations=evaluations, best=None)
+    message = "the weights after step 20 are not finite .*the checkpoint of step 10 is intact"
+    with pytest.raises(DivergedError, match=message):
+        run(bad, folder)
+    observer = Silent()
+    run(dataclasses.replace(program, evaluations=evaluations, best=None), folder, observer=observer)
+    assert observer.phases[0] == ("train", 10, 30)
+
+
+def test_a_missing_cohort_is_named(folder):
+    run(toy_program(), folder)
+    (folder / "toy" / "replicates-00000-00002").rename(folder / "toy" / "replicates-00001-00002")
+    with pytest.raises(UserError, match="the checkpoints of replicates 0 to 0 are missing"):
+        run(toy_program(), folder)
+
+
+def test_only_an_evaluated_checkpoint_can_be_the_best(folder):
+    """Saved at 10, 20, 30, validated at 0, 20, 30: the one at 10 has no value of its own."""
+    program = toy_program()
+    evaluation = dataclasses.replace(program.evaluations["validation"], every=20)
+    program = dataclasses.replace(
+        program, evaluations={**program.evaluations, "validation": evaluation}
+    )
+    run(program, folder)
+    steps = sorted(int(p.name) for p in (folder / "toy" / "replicates-00000-00002").iterdir())
+    assert steps == [20, 30]
+
+
+def test_seconds_add_up_over_starts(folder):
+    asked = iter([None, None, 15, 15])
+    with pytest.raises(InterruptedRun):
+        run(toy_program(), folder, stop=lambda: next(asked))
+    first = run(toy_program(), folder)
+    again = run(toy_program(), folder)  # only the replay is left
+    assert again.run_seconds > first.run_seconds * 0.5
+    assert first.compile_seconds > 0
+
+
 def test_other_data_is_refused(folder):
     asked = iter([None, 15, 15])
     with pytest.raises(InterruptedRun):

@@ -1,6 +1,7 @@
 """The layouts agree, and each compiles once."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -81,6 +82,29 @@ def test_debug_runs_without_compilation(three_by_two):
     plain = final_weights(program, [100, 101], steps_per_dispatch=1)
     debug = final_weights(program, [100, 101], steps_per_dispatch=1, debug=True)
     np.testing.assert_allclose(debug["w"], plain["w"], rtol=1e-5)
+
+
+def test_groups_are_halved_to_fit_the_memory(monkeypatch):
+    from jaxlab.training.lanes import Lane, Lanes
+
+    program = toy_program(rates=(0.05, 0.1))
+    members = [Lane(t, seed) for t in range(2) for seed in (100, 101)]
+    device = SimpleNamespace(memory_stats=lambda: {"bytes_limit": 1})
+    free = Lanes(program, members, Layout("vmap", 4))
+    states = free.fit_memory(free.init())
+    assert free.group_size == 4
+    tight = Lanes(program, members, Layout("vmap", 4))
+    monkeypatch.setattr(jax, "local_devices", lambda: [device])
+    stacked = tight.stack(tight.fit_memory(tight.init()))
+    assert tight.group_size == 1
+    for a, b in zip(
+        jax.tree.leaves(free.stack(states).params), jax.tree.leaves(stacked.params), strict=True
+    ):
+        np.testing.assert_array_equal(a, b)
+    # A restored state is fitted like a fresh one.
+    again = Lanes(program, members, Layout("vmap", 4))
+    again.fit_memory(again.unstack(stacked))
+    assert again.group_size == 1
 
 
 def test_layout_is_chosen_by_rule():

@@ -23,7 +23,7 @@ def test_evaluations_check_their_numbers():
     with pytest.raises(ValueError, match="num_batches=0"):
         Evaluation(lambda *a: {}, lambda *a: None, 0)
     with pytest.raises(ValueError, match="every=None"):
-        Evaluation(lambda *a: {}, lambda *a: None, 1, every=5, peer=True)
+        Evaluation(lambda *a: {}, lambda *a: None, 1, every=5, peer=lambda r, n: 0)
 
 
 def test_merged_trials_read_their_own_batches():

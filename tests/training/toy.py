@@ -20,6 +20,11 @@ def toy_batch(seed: int, step: int) -> dict[str, np.ndarray]:
     return {"x": x, "y": y}
 
 
+def next_replicate(replicate: int, replicates: int) -> int:
+    """The next one; the last one's is the first."""
+    return (replicate + 1) % replicates
+
+
 def toy_program(num_steps: int = 30, rates=(0.05,), *, nan_at: int | None = None, **changes):
     """A `Program` with one validation during training and a replay with a peer after it."""
 
@@ -56,7 +61,7 @@ def toy_program(num_steps: int = 30, rates=(0.05,), *, nan_at: int | None = None
         batches=batches,
         evaluations={
             "validation": Evaluation(validate, lambda t, s, i: toy_batch(10_000, i), 3, every=10),
-            "replay": Evaluation(replay, batches, num_steps, keep="each", peer=True),
+            "replay": Evaluation(replay, batches, num_steps, keep="each", peer=next_replicate),
         },
         summarize=lambda trial, state: {"w": state.params["w"]},
         best="validation/loss",

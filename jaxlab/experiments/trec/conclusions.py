@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from jaxlab.experiments.trec.config import Config
 from jaxlab.methods import trec
-from jaxlab.reporting.claims import Claim, Direction, claim_from_bootstrap
+from jaxlab.reporting.claims import Claim, Direction, bootstrap_t_interval
 from jaxlab.reporting.figures import Figure, Panel, Series
 from jaxlab.reporting.report import Result
 
-__all__ = ["conclude"]
+__all__ = ["conclude", "reference_replicate"]
 
 _NUM_RESAMPLES = 10_000
 _PAPER = "arXiv 2509.25380, law of the exponent: r = 0.966 (111M) to 0.986 (3.3B), smoothed"
@@ -88,11 +88,27 @@ def conclude(config: Config, arrays: Mapping[str, Mapping[str, np.ndarray]]) -> 
 
 
 def _halves(replicates: int) -> tuple[np.ndarray, np.ndarray] | None:
-    """Neighbouring seeds share models (one is the other's reference), so halves are contiguous."""
+    """The first and the second half of the seeds; None if there is only one."""
     if replicates < 2:
         return None
     places = np.arange(replicates)
     return places[: replicates // 2], places[replicates // 2 :]
+
+
+def reference_replicate(replicate: int, replicates: int) -> int:
+    """Whose model is the reference of a replicate's curve.
+
+    The next one of the same half, so that the halves share no model and one can be predicted
+    from the other; with fewer than four replicates the next one of all.
+
+    >>> [reference_replicate(r, 4) for r in range(4)], [reference_replicate(r, 3) for r in range(3)]
+    ([1, 0, 3, 2], [1, 2, 0])
+    """
+    if replicates < 4:
+        return (replicate + 1) % replicates
+    half = replicates // 2
+    first, size = (0, half) if replicate < half else (half, replicates - half)
+    return first + (replicate - first + 1) % size
 
 
 def _claims(
@@ -131,16 +147,18 @@ def _claims(
     )
     estimate, spread, seeds = _cross_fit(config, curves, coefficients, halves)
     return [
-        claim_from_bootstrap(
+        _claim(
             id,
+            getattr(estimate, field)[0],
             getattr(spread, field),
-            float(getattr(estimate, field)[0]),
+            getattr(seeds, field),
+            halves,
             bound=bound,
             direction=direction,
             statement=statement,
             source=source,
-            unit="seed",
-            values=getattr(seeds, field),
+            kind="claim",
+            correlation=field == "r",
         )
         for id, field, bound, direction, statement, source in rows
     ]
@@ -154,17 +172,37 @@ def _without_reference(
 ) -> Claim:
     """The curve as the paper measures it."""
     estimate, spread, seeds = _cross_fit(config, loss, coefficients, halves)
-    return claim_from_bootstrap(
+    return _claim(
         f"trec.shape.{config.variant}.without_reference",
+        estimate.r[0],
         spread.r,
-        float(estimate.r[0]),
+        seeds.r,
+        halves,
         bound=None,
         direction=">=",
-        statement="The same correlation when no reference model's loss is subtracted",
         source=_PAPER,
-        unit="seed",
         kind="finding",
-        values=seeds.r,
+        correlation=True,
+        statement="The same correlation when no reference model's loss is subtracted",
+    )
+
+
+def _claim(
+    id: str,
+    estimate: float,
+    spread: np.ndarray,
+    seeds: np.ndarray,
+    halves: tuple[np.ndarray, np.ndarray],
+    *,
+    correlation: bool,
+    **text: Any,
+) -> Claim:
+    sizes = [len(half) for half in halves]
+    transform = "fisher" if correlation else "none"
+    low, high = bootstrap_t_interval(float(estimate), spread, sizes, transform=transform)
+    values = tuple(seeds.tolist())
+    return Claim(
+        id=id, unit="seed", values=values, mean=float(estimate), low=low, high=high, **text
     )
 
 
@@ -247,8 +285,9 @@ def _notes(config: Config, fit: trec.TrainingFractionFit) -> tuple[str, ...]:
     if config.reference == "next":
         notes.append(
             "The measured curve is the final model's loss on each training batch minus that of "
-            "the next replicate's final model on the same batch, which removes the batch's "
-            "difficulty; the paper subtracts nothing and averages far larger batches."
+            "another replicate's final model on the same batch (the next one of the same half of "
+            "the seeds), which removes the batch's difficulty; the paper subtracts nothing and "
+            "averages far larger batches."
         )
     if config.replicates < 4:
         notes.append(
@@ -267,94 +306,90 @@ def _figures(
     coefficients: np.ndarray,
     m: float,
 ) -> tuple[Figure, ...]:
-    bins = config.num_bins
-    centres = (np.arange(bins) + 0.5) / bins
-    steps = np.arange(1, config.steps + 1) / config.steps
-    means = trec.bin_curve(curves, bins)[0]
+    return (
+        _comparison_figure(config, curves, coefficients, m),
+        _training_figure(config, found),
+        _coefficients_figure(config, found["alphas"][0], coefficients),
+    )
+
+
+def _centres(config: Config) -> np.ndarray:
+    return (np.arange(config.num_bins) + 0.5) / config.num_bins
+
+
+def _comparison_figure(
+    config: Config, curves: np.ndarray, coefficients: np.ndarray, m: float
+) -> Figure:
+    means = trec.bin_curve(curves, config.num_bins)[0]
     measured = means.mean(axis=0)
     # Only the shape is predicted, so each seed's own level is no part of the error.
     shapes = means - means.mean(axis=1, keepdims=True)
     error = shapes.std(axis=0, ddof=1) / np.sqrt(len(means)) if len(means) > 1 else 0 * measured
-    predictions = {
-        f"predicted, m = {m:.2f}": trec.predict_trec(coefficients, m=m, p=config.power),
-        "predicted, EMA alone (m = 0)": trec.predict_trec(coefficients, m=0.0, p=config.power),
-    }
     lines = []
-    for label, curve in predictions.items():
-        scaled = _fit_affine(trec.bin_curve(curve, bins)[0], measured)
-        lines.append(Series(label, centres, scaled, style="dashed" if "alone" in label else "line"))
+    kinds: tuple[tuple[str, float, Literal["line", "dashed"]], ...] = (
+        (f"predicted, m = {m:.2f}", m, "line"),
+        ("predicted, EMA alone (m = 0)", 0.0, "dashed"),
+    )
+    for label, exponent, style in kinds:
+        predicted = trec.predict_trec(coefficients, m=exponent, p=config.power)
+        scaled = _fit_affine(trec.bin_curve(predicted, config.num_bins)[0], measured)
+        lines.append(Series(label, _centres(config), scaled, style=style))
+    points = Series(
+        f"measured, {len(curves)} seeds",
+        _centres(config),
+        measured,
+        measured - error,
+        measured + error,
+        style="points",
+    )
     what = "minus reference model's " if config.reference == "next" else ""
-    comparison = Figure(
+    return Figure(
         "trec",
         "TREC, measured and predicted",
-        [
-            Panel(
-                _STEP_LABEL,
-                f"loss {what}(nats/token)",
-                [
-                    Series(
-                        f"measured, {len(curves)} seeds",
-                        centres,
-                        measured,
-                        measured - error,
-                        measured + error,
-                        style="points",
-                    ),
-                    *lines,
-                ],
-            )
-        ],
+        [Panel(_STEP_LABEL, f"loss {what}(nats/token)", [points, *lines])],
         "Loss of the final model on the batches of each part of training. Points: mean over "
         "seeds, with one standard error of the shape (each seed's own level removed). Lines: "
         "prediction from AdamW's EMA coefficients, scaled and shifted to the measurement, since "
         "only the shape is predicted.",
     )
-    losses = trec.bin_curve(found["train/loss"].astype(np.float64), bins)[0]
-    replayed = trec.bin_curve(found["replay/loss"].astype(np.float64), bins)[0]
-    evaluated = np.minimum(
-        np.arange(found["validation/loss"].shape[1]) * config.eval_every / config.steps, 1.0
+
+
+def _training_figure(config: Config, found: Mapping[str, np.ndarray]) -> Figure:
+    trained, replayed = (
+        trec.bin_curve(found[name].astype(np.float64), config.num_bins)[0].mean(axis=0)
+        for name in ("train/loss", "replay/loss")
     )
-    training = Figure(
+    validation = found["validation/loss"].mean(axis=0)
+    places = np.minimum(np.arange(len(validation)) * config.eval_every / config.steps, 1.0)
+    kind = "text" if config.variant == "text" else "data"
+    series = [
+        Series("on the batch, when it was trained on", _centres(config), trained),
+        Series("on the batch, after training (TREC)", _centres(config), replayed),
+        Series(f"on validation {kind}", places, validation, style="points"),
+    ]
+    return Figure(
         "training",
         "Training loss",
-        [
-            Panel(
-                _STEP_LABEL,
-                "loss (nats/token)",
-                [
-                    Series("on the batch, when it was trained on", centres, losses.mean(axis=0)),
-                    Series("on the batch, after training (TREC)", centres, replayed.mean(axis=0)),
-                    Series(
-                        "on validation text" if config.variant == "text" else "on validation data",
-                        evaluated,
-                        found["validation/loss"].mean(axis=0),
-                        style="points",
-                    ),
-                ],
-            )
-        ],
+        [Panel(_STEP_LABEL, "loss (nats/token)", series)],
         "Mean over seeds. The training loss falls throughout; the re-evaluated one, of the final "
         "weights, dips where the weights still remember.",
     )
-    ema = Figure(
+
+
+def _coefficients_figure(config: Config, alphas: np.ndarray, coefficients: np.ndarray) -> Figure:
+    steps = np.arange(1, config.steps + 1) / config.steps
+    kept = Series("coefficient", steps, coefficients * config.steps)
+    schedule = Series("schedule", steps, alphas / alphas.max())
+    return Figure(
         "coefficients",
         "What AdamW keeps of each update",
         [
-            Panel(
-                _STEP_LABEL,
-                "EMA coefficient times T",
-                [Series("coefficient", steps, coefficients * config.steps)],
-            ),
-            Panel(
-                _STEP_LABEL,
-                "learning rate / peak",
-                [Series("schedule", steps, found["alphas"][0] / found["alphas"][0].max())],
-            ),
+            Panel(_STEP_LABEL, "EMA coefficient times T", [kept]),
+            Panel(_STEP_LABEL, "learning rate / peak", [schedule]),
         ],
         "Left: weight of each step's update in the final weights, from the optimiser state. "
         f"Right: the schedule ({config.optimizer.schedule}, tau = {config.optimizer.tau:g}).",
     )
-    return comparison, training, ema
 
 
 def _fit_affine(curve: np.ndarray, target: np.ndarray) -> np.ndarray:

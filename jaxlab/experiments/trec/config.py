@@ -10,20 +10,25 @@ from jaxlab.experiments.base import RunConfig, configuration, option
 
 __all__ = ["Config", "DataConfig", "ModelConfig", "OptimizerConfig"]
 
+# Sparser rows leave a chain of fewer states without paths between its states for some seeds.
+_SPARSE, _MANY_STATES = 0.1, 32
+
 
 @configuration
 class ModelConfig:
     """The network: a Llama-style decoder (`variant=text`) or an MLP language model (`mlp`)."""
 
-    width: Annotated[int, option("Residual width of the decoder.", ge=2)] = 64
-    num_layers: Annotated[int, option("Layers of the decoder.", ge=1)] = 2
-    num_heads: Annotated[int, option("Query heads of the decoder.", ge=1)] = 4
-    num_kv_heads: Annotated[int, option("Key and value heads of the decoder.", ge=1)] = 2
-    embed_width: Annotated[int, option("Embedding width of the MLP model.", ge=1)] = 16
+    width: Annotated[int, option("Residual width of the decoder.", ge=2, le=65_536)] = 64
+    num_layers: Annotated[int, option("Layers of the decoder.", ge=1, le=1024)] = 2
+    num_heads: Annotated[int, option("Query heads of the decoder.", ge=1, le=1024)] = 4
+    num_kv_heads: Annotated[int, option("Key and value heads of the decoder.", ge=1, le=1024)] = 2
+    embed_width: Annotated[int, option("Embedding width of the MLP model.", ge=1, le=65_536)] = 16
     hidden_width: Annotated[
         int | None,
         option(
-            "Width inside the MLP; default 8/3 of the decoder's width, 128 for the MLP model.", ge=1
+            "Width inside the MLP; default 8/3 of the decoder's width, 128 for the MLP model.",
+            ge=1,
+            le=262_144,
         ),
     ] = None
 
@@ -32,9 +37,7 @@ class ModelConfig:
 class OptimizerConfig:
     """AdamW and its schedule."""
 
-    peak_lr: Annotated[
-        float, option("Peak learning rate.", traced=True, gt=0, le=10, allow_inf_nan=False)
-    ] = 3e-3
+    peak_lr: Annotated[float, option("Peak learning rate.", traced=True, gt=0, le=10)] = 3e-3
     schedule: Annotated[
         Literal["d2z", "constant", "linear", "cosine", "step", "wsd", "inverse_sqrt", "cyclic"],
         option("Learning-rate schedule after warm-up; d2z decays linearly to zero.", traced=True),
@@ -51,14 +54,15 @@ class OptimizerConfig:
     decay_fraction: Annotated[
         float, option("Share of the run in which schedule=wsd decays.", traced=True, gt=0, le=1)
     ] = 0.2
-    num_cycles: Annotated[int, option("Triangles of schedule=cyclic.", traced=True, ge=1)] = 4
+    num_cycles: Annotated[
+        int, option("Triangles of schedule=cyclic.", traced=True, ge=1, le=1_000_000)
+    ] = 4
     tau: Annotated[
         float,
         option(
             "AdamW's time scale 1/(peak_lr * weight_decay * steps), as a share of the run.",
             traced=True,
             gt=0,
-            allow_inf_nan=False,
         ),
     ] = 0.2
     b1: Annotated[float, option("Decay of the first moment.", ge=0, lt=1)] = 0.9
@@ -74,15 +78,18 @@ class DataConfig:
     """What the model reads."""
 
     max_bytes: Annotated[
-        int, option("Bytes of text to use, of the library's sources and topics.", ge=10_000)
+        int,
+        option("Bytes of text to use, of the library's sources and topics.", ge=10_000, le=10**12),
     ] = 8_000_000
     validation_fraction: Annotated[
         float, option("Share of the documents kept for validation.", gt=0, lt=1)
     ] = 0.05
     vocab_size: Annotated[int, option("States of the Markov chain.", ge=2, le=4096)] = 32
-    chain_seed: Annotated[int, option("Seed of the Markov chain's transitions.", ge=0)] = 0
+    chain_seed: Annotated[
+        int, option("Seed of the Markov chain's transitions.", ge=0, le=2**63 - 1)
+    ] = 0
     concentration: Annotated[
-        float, option("Dirichlet concentration of the chain's rows.", gt=0)
+        float, option("Dirichlet concentration of the chain's rows.", ge=0.01, le=1e6)
     ] = 0.1
 
 
@@ -96,16 +103,18 @@ class Config(RunConfig):
         option("text: a byte decoder on the standard library; mlp: an MLP on a Markov chain."),
     ] = "text"
     steps: Annotated[int, option("Training steps.", ge=2, le=10_000_000)] = 600
-    batch_size: Annotated[int, option("Sequences in a batch.", ge=1)] = 16
-    context: Annotated[int, option("Tokens that the model sees.", ge=1)] = 64
-    num_bins: Annotated[int, option("Equal bins of the curve; must divide steps.", ge=4)] = 20
+    batch_size: Annotated[int, option("Sequences in a batch.", ge=1, le=1_048_576)] = 16
+    context: Annotated[int, option("Tokens that the model sees.", ge=1, le=1_048_576)] = 64
+    num_bins: Annotated[
+        int, option("Equal bins of the curve; must divide steps.", ge=4, le=100_000)
+    ] = 20
     power: Annotated[float, option("Exponent p of the EMA coefficient.", ge=0, le=4)] = 0.5
     reference: Annotated[
         Literal["next", "none"],
         option("Subtract the loss of the next replicate's model, or of none (as in the paper)."),
     ] = "next"
-    eval_every: Annotated[int, option("Steps between validations.", ge=1)] = 100
-    eval_batches: Annotated[int, option("Batches of one validation.", ge=1)] = 8
+    eval_every: Annotated[int, option("Steps between validations.", ge=1, le=10_000_000)] = 100
+    eval_batches: Annotated[int, option("Batches of one validation.", ge=1, le=100_000)] = 8
     model: Annotated[ModelConfig, Field()] = ModelConfig()
     optimizer: Annotated[OptimizerConfig, Field()] = OptimizerConfig()
     data: Annotated[DataConfig, Field()] = DataConfig()
@@ -114,6 +123,10 @@ class Config(RunConfig):
     def check(self) -> Config:
         """Bounds that involve several fields."""
         if self.steps % self.num_bins:
+            if self.num_bins == type(self).num_bins:  # then steps was typed
+                raise ValueError(
+                    f"steps={self.steps}: must be a multiple of num_bins={self.num_bins}"
+                )
             raise ValueError(f"num_bins={self.num_bins}: must divide steps={self.steps}")
         if self.reference == "next" and self.replicates < 2:
             raise ValueError(
@@ -156,6 +169,7 @@ class Config(RunConfig):
     def _check_model(self) -> None:
         model = self.model
         if self.variant == "mlp":
+            self._check_chain()
             return
         if model.width % (2 * model.num_heads):
             raise ValueError(
@@ -166,4 +180,13 @@ class Config(RunConfig):
             raise ValueError(
                 f"model.num_kv_heads={model.num_kv_heads}: must divide model.num_heads="
                 f"{model.num_heads}"
+            )
+
+    def _check_chain(self) -> None:
+        data = self.data
+        if data.concentration < _SPARSE and data.vocab_size < _MANY_STATES:
+            raise ValueError(
+                f"data.concentration={data.concentration}: at least {_SPARSE} with fewer than "
+                f"{_MANY_STATES} states (data.vocab_size={data.vocab_size}), whose chain could "
+                "fall apart"
             )

@@ -15,7 +15,7 @@ from jaxlab.data.markov import MarkovBatches, entropy_rate, markov_transition
 from jaxlab.data.text import standard_library_corpus
 from jaxlab.data.windows import WindowBatches
 from jaxlab.errors import UserError
-from jaxlab.experiments.trec.conclusions import conclude
+from jaxlab.experiments.trec.conclusions import conclude, reference_replicate
 from jaxlab.experiments.trec.config import Config
 from jaxlab.methods import trec
 from jaxlab.models.decoder import Decoder
@@ -162,9 +162,9 @@ def _replay(
     def alone(trial: Any, state: TrainState, batch: Any) -> Any:
         return {"loss": trec.reevaluation_loss(loss_fn, state.params, batch)}
 
-    peer = config.reference == "next"
-    function = with_reference if peer else alone
-    return Evaluation(function, batches, config.steps, keep="each", peer=peer)
+    if config.reference == "none":
+        return Evaluation(alone, batches, config.steps, keep="each")
+    return Evaluation(with_reference, batches, config.steps, keep="each", peer=reference_replicate)
 
 
 def _text_task(config: Config) -> _Task:
