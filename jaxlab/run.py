@@ -45,9 +45,7 @@ The same command finds its own run again: it resumes it, or says that it is fini
 Exit codes: 0 done, 1 failed, 2 bad input, 3 diverged, 4 a claim does not hold (with
 fail_on_claims=true), 130 or 143 stopped and resumable.
 """
-_BOARD_USAGE = (
-    "usage: python -m jaxlab.run board [DIR]     all results below DIR (runs) in one table"
-)
+_BOARD_USAGE = "usage: python -m jaxlab.run board [DIR]   all results below DIR (runs) in one table"
 _FLAGS = {"-h": "--help", "--help": "--help", "-m": "--multirun", "--multirun": "--multirun"}
 # Object stores that paths can name: the package that reads each, and how to install it.
 _STORES = {
@@ -96,7 +94,7 @@ def _dispatch(words: list[str]) -> int:
     if words[:1] == ["board"]:
         return _board(words[1:], "--help" in flags)
     if "--help" in flags:
-        print(_help(assignments), end="")
+        print(_help(assignments, multirun="--multirun" in flags), end="")
         return 0
     from jaxlab.experiments import composition
 
@@ -136,11 +134,11 @@ def _split_flags(words: list[str]) -> tuple[set[str], list[str]]:
     return flags, assignments
 
 
-def _help(assignments: list[str]) -> str:
+def _help(assignments: list[str], *, multirun: bool) -> str:
     from jaxlab.experiments import registry
 
     if any("=" in word for word in assignments):
-        return _method_help(assignments)
+        return _method_help(assignments, multirun)
     width = max(len(slug) for slug in registry.METHODS)
     methods = "\n".join(
         f"  {entry.slug:<{width}}  {entry.summary}  [variant={'|'.join(entry.variants)}]"
@@ -149,12 +147,13 @@ def _help(assignments: list[str]) -> str:
     return _USAGE.format(methods=methods)
 
 
-def _method_help(assignments: list[str]) -> str:
-    """The fields of a method, with the values that these words would run with."""
+def _method_help(assignments: list[str], multirun: bool) -> str:
+    """The fields of a method, with the values that these words would run with (first)."""
     from jaxlab.experiments import composition, registry
     from jaxlab.experiments.base import config_fields, flatten, to_dict
 
-    config = composition.compose_config(composition.prepare_overrides(assignments))
+    overrides = composition.prepare_overrides(assignments, multirun=multirun)
+    config = composition.compose_config(composition.expand_sweep(overrides)[0])
     entry = registry.find_method(config.method)
     values = flatten(to_dict(config))
     lines = [
@@ -229,7 +228,8 @@ def _check_folders(config: RunConfig, run_dir: str) -> None:
     if cache not in ("auto", "off"):
         _check_store(cache, "compilation_cache")
         check_writable(cache, "compilation_cache")
-        _check_creatable(cache, "compilation_cache")
+        if "://" not in cache:
+            _check_creatable(cache, "compilation_cache")
 
 
 def _check_creatable(path: str, field: str) -> None:

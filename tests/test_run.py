@@ -1,5 +1,6 @@
 """The command line as a user meets it."""
 
+import importlib.util
 import json
 import os
 import signal
@@ -35,9 +36,26 @@ def test_help_names_every_method_and_three_examples(capsys):
 def test_help_of_a_method_lists_its_fields(capsys):
     code, out, _ = call(capsys, "method=trec", "--help")
     assert code == 0
-    assert "*optimizer.peak_lr=0.003  Peak learning rate." in out
-    assert " steps=600  Training steps." in out
+    assert "*optimizer.peak_lr=0.003  Peak learning rate. [number > 0, <= 10]" in out
+    assert " steps=600  Training steps. [whole number >= 2, <= 10000000]" in out
+    assert "[d2z, constant, linear, cosine, step, wsd, inverse_sqrt, cyclic]" in out
     assert "fail_on_claims=False" in out
+
+
+def test_help_shows_the_values_of_the_chosen_preset(capsys):
+    code, out, _ = call(capsys, "method=trec", "variant=mlp", "preset=test", "--help")
+    assert code == 0
+    assert " steps=40  Training steps." in out
+    assert " batch_size=16 " in out
+    assert "*optimizer.clip_norm=null" not in out
+    assert " optimizer.clip_norm=null " in out
+    assert call(capsys, "method=trec", "stpes=3", "--help")[0] == 2
+
+
+def test_help_of_the_board(capsys, in_folder):
+    code, out, _ = call(capsys, "board", "--help")
+    assert code == 0
+    assert out.startswith("usage: python -m jaxlab.run board [DIR]")
 
 
 def test_cfg_prints_the_settings_and_runs_nothing(capsys, in_folder):
@@ -66,6 +84,15 @@ def test_cfg_prints_the_settings_and_runs_nothing(capsys, in_folder):
             "jaxlab: hydra/launcher=vmpa: unknown choice; did you mean vmap? Allowed: basic, vmap",
         ),
         (["board", "nowhere"], None),
+        (["foo"], "jaxlab: argument=foo: not an assignment; write field=value"),
+        (["-x"], "jaxlab: flag=-x: unknown; allowed: -h, -c job, -m"),
+        (
+            ["run_dir=file:///x"],
+            "jaxlab: run_dir=file:///x: allowed: a folder's plain path, or gs://, s3://, az://, "
+            "hf://",
+        ),
+        (["compilation_cache=/proc/y"], None),
+        (["-m", "seed=1,2", "compilation_cache=/proc/y"], None),
         (["board", "a", "b"], "jaxlab: board=a b: one folder at most"),
     ],
     ids=lambda v: " ".join(v) if isinstance(v, list) else "",
@@ -87,6 +114,24 @@ def test_a_run_dir_under_a_file(capsys, in_folder):
     assert err.startswith("jaxlab: run_dir=file/run: ")
     assert "is a file, not a folder" in err
     assert [path.name for path in in_folder.iterdir()] == ["file"]
+
+
+def test_a_store_whose_package_is_missing(capsys, in_folder, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    for words in (["run_dir=gs://a/b"], ["-m", "seed=1,2", "run_dir=gs://a/b"]):
+        code, out, err = call(capsys, *words)
+        assert (code, out) == (2, "")
+        message = "jaxlab: run_dir=gs://a/b: needs the package gcsfs: pip install 'jaxlab[gcs]'"
+        assert err == message + "\n"
+    assert call(capsys, "board", "gs://a/b")[0] == 2
+
+
+def test_a_home_folder_is_found_by_the_board(capsys, in_folder, monkeypatch):
+    monkeypatch.setenv("HOME", str(in_folder))
+    (in_folder / "x").mkdir()
+    code, out, _ = call(capsys, "board", "~/x")
+    assert code == 0
+    assert out.startswith(f"No results below {in_folder}/x")
 
 
 def test_help_starts_without_jax():
@@ -137,6 +182,18 @@ def test_the_board_lists_it(first_run, capsys):
     assert code == 0
     assert "trec.argmin.text" in out
     assert "unclear" in out
+
+
+def test_an_early_interrupt_is_one_line(capsys, monkeypatch):
+    def interrupt(words):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run, "_dispatch", interrupt)
+    assert call(capsys, "preset=test") == (130, "", "jaxlab: stopped\n")
+    # Until main is entered Python would print a traceback, so little is imported before.
+    code = "import sys, jaxlab.run; print({'hydra', 'pydantic', 'numpy', 'jax'} & {*sys.modules})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
 
 
 def test_an_interrupted_command_resumes(run_cli, tmp_path, cache_folder):

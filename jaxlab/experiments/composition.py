@@ -14,10 +14,11 @@ import os
 import pathlib
 import re
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, get_args
 
 from hydra import compose, initialize_config_dir
+from hydra._internal.callbacks import Callbacks
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -27,7 +28,10 @@ from hydra.core.override_parser.types import (
     Transformer,
     ValueType,
 )
+from hydra.core.plugins import Plugins
+from hydra.core.utils import JobReturn
 from hydra.errors import HydraException, MissingConfigException
+from hydra.types import HydraContext, RunMode
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import TypeAdapter, ValidationError
@@ -37,13 +41,13 @@ from jaxlab.experiments import registry
 from jaxlab.experiments.base import FieldInfo, RunConfig, config_fields, flatten, to_dict
 
 __all__ = [
+    "call_launcher",
     "command_of",
     "compose_config",
     "compose_configs",
     "config_directory",
     "expand_sweep",
     "make_config",
-    "parse_override",
     "prepare_overrides",
     "register_defaults",
     "validate",
@@ -88,7 +92,7 @@ def prepare_overrides(words: Sequence[str], *, multirun: bool = False) -> list[s
         without `multirun`, or several of a field that does not change what is computed.
     """
     for word in words:
-        if "=" not in word:
+        if word.find("=") < 1:
             raise UserError("argument", word, "not an assignment; write field=value")
     chosen: dict[str, list[str]] = {name: [value] for name, value in _DEFAULTS.items()}
     for word in words:
@@ -112,7 +116,7 @@ def prepare_overrides(words: Sequence[str], *, multirun: bool = False) -> list[s
     return [_method_choice(chosen), *rest]
 
 
-def parse_override(word: str) -> Override:
+def _read(word: str) -> Override:
     """A `field=value` word as Hydra's grammar reads it."""
     return OverridesParser.create().parse_override(word)
 
@@ -120,7 +124,7 @@ def parse_override(word: str) -> Override:
 def _parse(word: str, multirun: bool) -> Override:
     key, _, value = word.partition("=")
     try:
-        override = parse_override(word)
+        override = _read(word)
     except (HydraException, ValueError, TypeError, ArithmeticError):
         raise UserError(key, value, f"cannot be read; quote text: {key}='\"...\"'") from None
     if not override.is_sweep_override():
@@ -265,10 +269,11 @@ def compose_configs(combinations: Sequence[Sequence[str]]) -> list[RunConfig]:
     parsed: dict[str, Override] = {}
     configs = []
     for overrides in combinations:
-        values = {word: parsed.get(word) or parse_override(word) for word in overrides[1:]}
+        values = {word: parsed.get(word) or _read(word) for word in overrides[1:]}
         parsed |= values
-        # References to other fields are Hydra's to resolve.
-        plain = {word: o for word, o in values.items() if not _is_choice(o) and "${" not in word}
+        # With references to other fields, Hydra has to see them all.
+        simple = not any("${" in word for word in values)
+        plain = {word: o for word, o in values.items() if simple and not _is_choice(o)}
         files = tuple(word for word in overrides if word not in plain)
         if files not in composed:
             composed[files] = _compose(files)
@@ -292,6 +297,28 @@ def _assign(tree: dict[str, Any], name: str, value: Any) -> None:
     for part in path:
         tree = tree[part]
     tree[leaf] = value
+
+
+def call_launcher(task: Callable[[Any], Any], jobs: Sequence[Sequence[str]]) -> Sequence[JobReturn]:
+    """Hands jobs to the launcher of Hydra's that the first of them chooses.
+
+    Args:
+      task: runs a composed configuration; pickled where the launcher needs it.
+      jobs: overrides, each with a single value, validated before.
+
+    Returns:
+      The launcher's answers, in the order of the jobs.
+    """
+    register_defaults(sorted({_slug(overrides) for overrides in jobs}))
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(config_dir=str(config_directory()), version_base=None):
+        hydra = GlobalHydra.instance().hydra
+        assert hydra is not None
+        config = hydra.compose_config("run", list(jobs[0]), run_mode=RunMode.MULTIRUN)
+        context = HydraContext(config_loader=hydra.config_loader, callbacks=Callbacks(config))
+        launcher = Plugins.instance().instantiate_launcher(context, task, config)
+        own = [[word for word in job if not word.startswith("hydra")] for job in jobs]
+        return launcher.launch(own, initial_job_idx=0)
 
 
 def _compose(overrides: Sequence[str]) -> dict[str, Any]:
@@ -368,7 +395,7 @@ def expand_sweep(overrides: Sequence[str]) -> list[list[str]]:
     Raises:
       UserError: there are more than ten thousand.
     """
-    parsed = [parse_override(word) for word in overrides]
+    parsed = [_read(word) for word in overrides]
     counts = [len(_values(override)) for override in parsed]
     if math.prod(counts) > _MAX_PRODUCT:
         several = [o.key_or_group for o, n in zip(parsed, counts, strict=True) if n > 1]

@@ -31,7 +31,7 @@ class Method:
     slug: str
     summary: str
     variants: tuple[str, ...]
-    presets: tuple[str, ...] = ("test", "cpu", "paper")
+    presets: tuple[str, ...] = ("test", "cpu")
 
 
 METHODS: dict[str, Method] = {

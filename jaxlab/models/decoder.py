@@ -22,6 +22,7 @@ from jaxtyping import Array, Bool, Float, Int, Integer
 
 from jaxlab.ops.attention import causal_mask, dot_product_attention
 from jaxlab.ops.rotary import apply_rotary, rotary_frequencies
+from jaxlab.parallel.mesh import split_examples
 
 __all__ = [
     "Block",
@@ -149,11 +150,11 @@ class Block(nn.Module):
           x: residual stream, as given to `project`.
           attended: weighted means of the values, one for each query.
         """
-        x = x + jnp.einsum("bshd,hdw->bsw", attended, self.attention_output)
+        x = split_examples(x + jnp.einsum("bshd,hdw->bsw", attended, self.attention_output))
         normed = self.mlp_norm(x)
         gate = nn.silu(jnp.einsum("bsw,wm->bsm", normed, self.gate))
         hidden = gate * jnp.einsum("bsw,wm->bsm", normed, self.up)
-        return x + jnp.einsum("bsm,mw->bsw", hidden, self.down)
+        return split_examples(x + jnp.einsum("bsm,mw->bsw", hidden, self.down))
 
     def __call__(
         self,
@@ -234,7 +235,7 @@ class Decoder(nn.Module):
         Args:
           tokens: in `[0, vocab_size)`; one at or above `vocab_size` gives NaN.
         """
-        return jnp.take(self.embedding, tokens, axis=0).astype(self.dtype)
+        return split_examples(jnp.take(self.embedding, tokens, axis=0).astype(self.dtype))
 
     def unembed(self, x: Float[Array, "batch seq width"]) -> Float[Array, "batch seq vocab"]:
         """Float32 logits from the residual stream that leaves the last layer."""

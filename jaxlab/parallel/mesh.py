@@ -16,7 +16,15 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxlab.errors import UserError
 
-__all__ = ["BATCH_AXES", "MESH_AXES", "batch_sharding", "check_batch", "make_mesh", "replicated"]
+__all__ = [
+    "BATCH_AXES",
+    "MESH_AXES",
+    "batch_sharding",
+    "check_batch",
+    "make_mesh",
+    "replicated",
+    "split_examples",
+]
 
 MESH_AXES = ("data", "fsdp", "model")
 BATCH_AXES = ("data", "fsdp")
@@ -91,6 +99,17 @@ def batch_sharding(mesh: Mesh, leading: int = 0) -> NamedSharding:
       leading: axes before that of the examples, e.g. 1 for several steps' batches.
     """
     return NamedSharding(mesh, PartitionSpec(*[None] * leading, BATCH_AXES))
+
+
+def split_examples(x: jax.Array) -> jax.Array:
+    """Says that the first axis of an intermediate value holds examples, where a mesh is in use.
+
+    Without it the compiler may spread a network's activations by the place of its parameters.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or not set(BATCH_AXES) <= set(mesh.axis_names):
+        return x
+    return jax.lax.with_sharding_constraint(x, PartitionSpec(BATCH_AXES))
 
 
 def replicated(mesh: Mesh) -> NamedSharding:

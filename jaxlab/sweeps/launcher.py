@@ -16,111 +16,96 @@ from jaxlab.errors import DivergedError, JaxlabError
 from jaxlab.experiments import composition
 from jaxlab.experiments.base import RunConfig, identity_digest, static_identity
 
-__all__ = ["Task", "group_trials", "launch", "program_name", "sweep"]
+__all__ = ["group_trials", "job", "launch", "program_name"]
+
+_GO_ON = (0, DivergedError.exit_code)
 
 
-class Task:
-    """What Hydra is given to run, and how it went.
-
-    Hydra's launchers call it with a composed configuration, perhaps in another process.
-
-    Attributes:
-      jobs: the overrides of each trial that has to run.
-      configs: all trials of the sweep, also those that are finished; `run_dir` is the sweep's.
-      codes: exit codes of the trials that ended, by the digest of their identity.
-      error: what ended the sweep; to be raised when its table is written.
-    """
-
-    def __init__(self, jobs: Sequence[Sequence[str]], configs: Sequence[RunConfig]) -> None:
-        self.jobs = [list(job) for job in jobs]
-        self.configs = list(configs)
-        self.codes: dict[str, int] = {}
-        self.error: BaseException | None = None
-
-    def __call__(self, cfg: Any) -> int:
-        tree: Any = OmegaConf.to_container(cfg, resolve=True)
-        return self.run([composition.validate(tree["method"], tree)])
-
-    def run(self, configs: Sequence[RunConfig]) -> int:
-        """Runs trials in folders named by their identity, below the sweep's.
-
-        Returns:
-          0, or 3 if one diverged, which does not end the sweep.
-
-        Raises:
-          SystemExit: with the exit code of any other error, after its line is printed: Hydra would
-            print a traceback.
-        """
-        from jaxlab.experiments.runner import run_trials
-
-        base = epath.Path(configs[0].run_dir or ".")
-        folders = [base / identity_digest(config) for config in configs]
-        code = 0
-        try:
-            run_trials(configs, folders, base / program_name(configs))
-        except JaxlabError as error:
-            print(f"jaxlab: {error}", file=sys.stderr)
-            if not isinstance(error, DivergedError):
-                raise SystemExit(error.exit_code) from None
-            code = error.exit_code
-        self.codes |= {identity_digest(config): code for config in configs}
-        return code
-
-
-def sweep(launcher: Any, task: Task) -> None:
-    """Hands a task's jobs to one of Hydra's launchers and notes how they ended.
-
-    An error that is nobody's mistake (`OSError`, one of Hydra's) ends the sweep; it is kept in
-    `task.error`, for the caller to raise.
-    """
-    try:
-        returns = launcher.launch(task.jobs, initial_job_idx=0)
-        for overrides, done in zip(task.jobs, returns, strict=True):
-            [config] = composition.compose_configs([overrides])
-            task.codes.setdefault(identity_digest(config), int(done.return_value or 0))
-    except Exception as error:
-        task.error = error
-        raise SystemExit(1) from None
-
-
-def launch(task: Task, job_overrides: Sequence[Sequence[str]]) -> list[JobReturn]:
-    """Runs all jobs of a sweep, group by group.
-
-    Args:
-      task: of this sweep.
-      job_overrides: one list for each job.
+def job(cfg: Any) -> int:
+    """One job of a sweep under any other launcher: runs it in its own folder of the sweep's.
 
     Returns:
-      One entry for each job, in order.
+      0, or 3 if it diverged.
+
+    Raises:
+      SystemExit: with any other exit code, which ends the sweep.
+    """
+    tree: Any = OmegaConf.to_container(cfg, resolve=True)
+    code = _run([composition.validate(tree["method"], tree)])
+    if code not in _GO_ON:
+        raise SystemExit(code)
+    return code
+
+
+def launch(
+    hydra_context: Any, config: Any, job_overrides: Sequence[Sequence[str]], initial_job_idx: int
+) -> list[JobReturn]:
+    """Runs all jobs of a sweep that are not finished, group by group.
+
+    A group that diverges does not keep the others from running; any other error does.
+
+    Args:
+      hydra_context: Hydra's.
+      config: the composed configuration of the sweep, with its `hydra` node.
+      job_overrides: one list for each job.
+      initial_job_idx: number of the first job.
+
+    Returns:
+      One entry for each job, in order; its value is the exit code.
     """
     configs = composition.compose_configs(job_overrides)
-    programs = _programs(configs, task.configs)
+    programs = _unfinished_programs(configs)
+    codes: dict[str, int] = {}
+    stopped = 0
     for i, trials in enumerate(programs):
         if not trials[0].quiet:
             print(f"program {i + 1} of {len(programs)}: {len(trials)} trials", flush=True)
-        task.run(trials)
+        code = _run(trials)
+        codes |= {identity_digest(trial): code for trial in trials}
+        if code not in _GO_ON:
+            stopped = code
+            break
+    unfinished = {identity_digest(trial) for trials in programs for trial in trials}
     return [
         JobReturn(
             overrides=overrides,
-            working_dir=config.run_dir,
+            working_dir=one.run_dir,
             status=JobStatus.COMPLETED,
-            _return_value=task.codes[identity_digest(config)],
+            _return_value=codes.get(digest, stopped if digest in unfinished else 0),
         )
-        for overrides, config in zip(job_overrides, configs, strict=True)
+        for overrides, one in zip(job_overrides, configs, strict=True)
+        for digest in [identity_digest(one)]
     ]
 
 
-def _programs(
-    unfinished: Sequence[RunConfig], everything: Sequence[RunConfig]
-) -> list[list[RunConfig]]:
-    """The unfinished trials of each program; all of them where the program was begun as a whole."""
-    base = epath.Path(unfinished[0].run_dir or ".")
-    whole = {_key(group[0]): group for group in group_trials(everything)}
+def _unfinished_programs(configs: Sequence[RunConfig]) -> list[list[RunConfig]]:
+    """The trials of each program that are not finished; all where it was begun as a whole."""
+    from jaxlab.experiments.runner import load_result
+
+    base = epath.Path(configs[0].run_dir or ".")
     programs = []
-    for group in group_trials(unfinished):
-        begun = whole[_key(group[0])]
-        programs.append(begun if (base / program_name(begun)).exists() else group)
+    for group in group_trials(configs):
+        left = [one for one in group if load_result(one, base / identity_digest(one)) is None]
+        if left:
+            programs.append(group if (base / program_name(group)).exists() else left)
     return programs
+
+
+def _run(configs: Sequence[RunConfig]) -> int:
+    """Runs trials in folders named by their identity, below the sweep's.
+
+    Hydra would print a traceback, so errors become their one line and exit code here.
+    """
+    from jaxlab.experiments.runner import run_trials
+
+    base = epath.Path(configs[0].run_dir or ".")
+    folders = [base / identity_digest(config) for config in configs]
+    try:
+        run_trials(configs, folders, base / program_name(configs))
+    except JaxlabError as error:
+        print(f"jaxlab: {error}", file=sys.stderr, flush=True)
+        return error.exit_code
+    return 0
 
 
 def group_trials(configs: Sequence[RunConfig]) -> list[list[RunConfig]]:

@@ -7,21 +7,19 @@ import dataclasses
 import hashlib
 import os
 import re
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import hydra
 from etils import epath
 
-from jaxlab.errors import DivergedError, UserError
+from jaxlab.errors import DivergedError, JaxlabError, UserError
 from jaxlab.experiments import composition
 from jaxlab.experiments.base import RunConfig, flatten, identity_digest, to_dict
 from jaxlab.reporting.claims import Claim
 from jaxlab.reporting.directory import own_directory
 from jaxlab.reporting.files import is_remote, write_atomic, write_json
 from jaxlab.reporting.report import make_table, table_text
-from jaxlab.sweeps.launcher import Task
+from jaxlab.sweeps.launcher import job
 from jaxlab.sweeps.outcome import TABLE_WIDTH, claims_code
 
 __all__ = ["Trial", "plan_sweep", "run_sweep", "summarize", "sweep_directory"]
@@ -96,38 +94,60 @@ def run_sweep(trials: Sequence[Trial], folder: str) -> int:
       The exit code.
     """
     folder = folder if is_remote(folder) else os.path.abspath(folder)
-    configs = [dataclasses.replace(trial.config, run_dir=folder) for trial in trials]
     path = epath.Path(folder)
-    writes = _is_writer(configs[0], trials[0].overrides)
-    code: int = 1
+    configs = [trial.config for trial in trials]
+    writes = _is_writer(trials[0])
+    codes: dict[str, int] = {}
     rows: list[dict[str, Any]] = []
-    with _own(path) if writes else contextlib.nullcontext():
-        jobs = _unfinished(trials, configs, path)
-        place = composition.prepare_overrides([f"run_dir={folder}"])[-1]
-        task = Task([_replaced(job, place) for job in jobs], configs)
+    with _shared(trials[0], path, writes):
         try:
-            code = _call_hydra(task)
+            codes = _call_launcher(trials, folder)
+        except SystemExit as stop:  # of a trial that another launcher ran in this process
+            codes = {"": stop.code if isinstance(stop.code, int) else 1}
         finally:
             if writes and _was_begun(path):
-                rows = summarize(configs, path, task.codes)
-    if task.error is not None:
-        raise task.error
-    if code or DivergedError.exit_code in task.codes.values():
-        return code or DivergedError.exit_code
+                rows = summarize(configs, path, codes)
+    worst = [code for code in codes.values() if code not in (0, DivergedError.exit_code)]
+    if worst or any(codes.values()):
+        return worst[0] if worst else DivergedError.exit_code
     if any(row["status"] != "finished" for row in rows):
         return 1
     return claims_code((claim for row in rows for claim in row["claims"]), configs[0])
 
 
-def _is_writer(config: RunConfig, overrides: Sequence[str]) -> bool:
+def _launcher_name(trial: Trial) -> str:
+    words = [word.partition("=") for word in trial.overrides]
+    return {key: value for key, _, value in words}.get("hydra/launcher", "vmap")
+
+
+def _is_writer(trial: Trial) -> bool:
     """Whether this process is the one that owns the folder, of several that may run the sweep."""
-    launcher = next((w for w in overrides if w.startswith("hydra/launcher=")), "=vmap")
-    if launcher.partition("=")[2] not in _IN_THIS_PROCESS:
+    if _launcher_name(trial) not in _IN_THIS_PROCESS:
         return True  # it only submits the trials
     from jaxlab.parallel.processes import ProcessSettings, is_main, start_processes
 
-    start_processes(ProcessSettings(**dataclasses.asdict(config.distributed)))
+    start_processes(ProcessSettings(**dataclasses.asdict(trial.config.distributed)))
     return is_main()
+
+
+@contextlib.contextmanager
+def _shared(trial: Trial, path: epath.Path, writes: bool) -> Iterator[None]:
+    """Owns the folder in the process that writes; the others follow its decision."""
+    problem: JaxlabError | None = None
+    with contextlib.ExitStack() as stack:
+        if writes:
+            try:
+                stack.enter_context(_own(path))
+            except JaxlabError as error:
+                problem = error
+        refused = problem is not None
+        if _launcher_name(trial) in _IN_THIS_PROCESS:
+            from jaxlab.parallel.processes import agree
+
+            refused = bool(agree(int(refused)))
+        if refused:
+            raise problem or UserError("run_dir", path, "refused by process 0; see its message")
+        yield
 
 
 @contextlib.contextmanager
@@ -170,40 +190,32 @@ def _was_begun(path: epath.Path) -> bool:
     return path.is_dir() and any(re.fullmatch(_TRIAL_FOLDER, item.name) for item in path.iterdir())
 
 
-def _unfinished(
-    trials: Sequence[Trial], configs: Sequence[RunConfig], path: epath.Path
-) -> list[tuple[str, ...]]:
+def _call_launcher(trials: Sequence[Trial], folder: str) -> dict[str, int]:
+    """Hands the trials to the chosen launcher of Hydra's.
+
+    Returns:
+      Exit codes of the trials that were run, by digest.
+    """
     from jaxlab.experiments.runner import load_result
 
-    return [
-        trial.overrides
-        for trial, config in zip(trials, configs, strict=True)
-        if load_result(config, path / trial.digest) is None
+    place = composition.prepare_overrides([f"run_dir={folder}"])[-1]
+    left = [
+        trial
+        for trial in trials
+        # Ours leaves finished trials out by itself: it has to know them as parts of a program.
+        if _launcher_name(trial) == "vmap"
+        or load_result(trial.config, epath.Path(folder) / trial.digest) is None
     ]
-
-
-def _replaced(overrides: Sequence[str], folder_word: str) -> list[str]:
-    return [*(word for word in overrides if not word.startswith("run_dir=")), folder_word]
-
-
-def _call_hydra(task: Task) -> int:
-    """Lets Hydra's sweeper and launcher run the task's jobs; returns the exit code."""
-    if not task.jobs:
-        return 0
-    composition.register_defaults(sorted({config.method for config in task.configs}))
-    before = sys.argv
-    first = task.jobs[0]
-    chosen = [word for word in first if word.startswith(("method=", "hydra", "run_dir="))]
-    sys.argv = [before[0], "--multirun", *chosen]
-    try:
-        hydra.main(
-            config_path=str(composition.config_directory()), config_name="run", version_base=None
-        )(task)()
-    except SystemExit as stop:
-        return stop.code if isinstance(stop.code, int) else 1
-    finally:
-        sys.argv = before
-    return 0
+    if not left:
+        return {}
+    jobs = [
+        [*(word for word in trial.overrides if not word.startswith("run_dir=")), place]
+        for trial in left
+    ]
+    returns = composition.call_launcher(job, jobs)
+    return {
+        trial.digest: int(done.return_value or 0) for trial, done in zip(left, returns, strict=True)
+    }
 
 
 def summarize(

@@ -455,7 +455,8 @@ class _Cohort:
         start, count, metrics = sent
         values = self.lanes.fetch(metrics, count)
         for name, value in values.items():
-            self._record(f"train/{name}", self.program.num_steps)[:, start : start + count] = value
+            record = self._record(f"train/{name}", self.program.num_steps, value.dtype)
+            record[:, start : start + count] = value
         self._note_diverged(values["loss"], start)
         every = self.settings.log_every
         for i in range(count):
@@ -467,9 +468,10 @@ class _Cohort:
         loss = float(np.mean(values["loss"][sound, -1]))
         self.observer.advance(start + count, loss, self.lanes.compile_seconds)
 
-    def _record(self, name: str, width: int) -> np.ndarray:
-        shape = (len(self.members), width)
-        return self.history.setdefault(name, np.full(shape, np.nan, np.float32))
+    def _record(self, name: str, width: int, dtype: Any) -> np.ndarray:
+        if name not in self.history:
+            self.history[name] = np.full((len(self.members), width), np.nan, dtype)
+        return self.history[name]
 
     def _note_diverged(self, loss: np.ndarray, start: int) -> None:
         """Marks trials whose loss `[lane, step]` is not finite; none left ends the run."""
@@ -505,7 +507,7 @@ class _Cohort:
                 continue
             values = _measure(self.lanes, name, self.states, None)
             for key, value in values.items():
-                self._record(f"{name}/{key}", len(steps))[:, place] = value
+                self._record(f"{name}/{key}", len(steps), np.float32)[:, place] = value
             self._flush()
             self.observer.metrics(self.step, {f"{name}/{k}": v for k, v in values.items()})
 

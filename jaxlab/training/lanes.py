@@ -16,6 +16,7 @@ interval between evaluations or checkpoints uses the same compiled program.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import time
@@ -185,9 +186,17 @@ class Lanes:
                 shardings["out_shardings"] = found[0] if one else tuple(found)
             over = self._place.over(function, roles)
             jitted = jax.jit(over, donate_argnums=donate, **shardings)
-            self._compiled[name, size] = jitted.lower(*args).compile()
+            with self._mesh_in_use(name):
+                self._compiled[name, size] = jitted.lower(*args).compile()
             self.compile_seconds += time.perf_counter() - start
         return self._compiled[name, size]
+
+    def _mesh_in_use(self, name: str) -> Any:
+        """Lets networks place their activations. Not while they make their parameters: there Flax
+        would take it as a wish to have them whole on every device."""
+        if self._mesh is None or name == "init":
+            return contextlib.nullcontext()
+        return jax.set_mesh(self._mesh)
 
     def init(self) -> list[Any]:
         """The states before the first step, each from its lane's seed alone."""

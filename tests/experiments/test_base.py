@@ -63,6 +63,22 @@ def test_configurations_are_frozen_and_closed():
     assert to_dict(Outer())["inner"] == {"rate": 0.1}
 
 
+def test_a_field_says_what_it_takes():
+    fields = config_fields(Outer)
+    assert fields["inner.rate"].allowed == "number > 0"
+    assert fields["replicates"].allowed == "whole number >= 1, <= 4096"
+    assert fields["steps_per_dispatch"].allowed == "whole number >= 1, <= 1000000 or auto"
+    assert fields["trial_axis"].allowed == "auto, loop, vmap"
+    assert fields["run_dir"].allowed == "text or null"
+    assert fields["quiet"].allowed == "true or false"
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_numbers_are_finite_by_default(value):
+    with pytest.raises(pydantic.ValidationError, match="finite number"):
+        Inner(rate=value)
+
+
 def test_a_field_without_description_is_refused():
     @configuration
     class Bare(RunConfig):

@@ -1,12 +1,15 @@
-"""The trial axis over several devices; the flag must be set before JAX starts."""
+"""Several devices; the flag must be set before JAX starts, so in processes of their own."""
 
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 
-def test_eight_devices_share_the_lanes(cache_folder):
+
+@pytest.mark.parametrize("check", ["lanes", "mesh", "float64"])
+def test_eight_devices(cache_folder, check):
     environment = {
         **os.environ,
         "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
@@ -14,12 +17,12 @@ def test_eight_devices_share_the_lanes(cache_folder):
         "JAX_COMPILATION_CACHE_DIR": str(cache_folder),
     }
     done = subprocess.run(
-        [sys.executable, "-m", "tests.training.eight_devices"],
+        [sys.executable, "-m", "tests.training.eight_devices", check],
         cwd=Path(__file__).parents[2],
         env=environment,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=400,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import Mesh
 
 from jaxlab.data.markov import MarkovBatches, entropy_rate, markov_transition
 from jaxlab.data.text import standard_library_corpus
@@ -21,12 +22,14 @@ from jaxlab.methods import trec
 from jaxlab.models.decoder import Decoder
 from jaxlab.models.mlp_lm import MlpLanguageModel
 from jaxlab.ops.losses import cross_entropy
+from jaxlab.parallel.rules import shardings_for
 from jaxlab.training.optimizers import (
     TrainState,
     adamw,
     decay_matrices,
     init_state,
     make_train_step,
+    state_shardings,
 )
 from jaxlab.training.program import Evaluation, Program
 
@@ -41,7 +44,7 @@ class _Task(NamedTuple):
 
     Attributes:
       loss_fn: `(params, batch) -> mean cross-entropy in nats`.
-      init: `key -> params`.
+      init: `key -> params`, each array boxed with the names of its axes.
       train: `seed -> source`, a source giving `[step] -> int32 [batch, length]`.
       validation: a source of text that is never trained on.
       fingerprint: names the data.
@@ -68,6 +71,7 @@ def build(config: Config) -> list[Program]:
       UserError: the text is too short for one batch.
     """
     task = _mlp_task(config) if config.variant == "mlp" else _text_task(config)
+    trials = _trials(config)
     sources: dict[int, Any] = {}
 
     def batches(trial: int, seed: int, step: int) -> np.ndarray:
@@ -79,16 +83,23 @@ def build(config: Config) -> list[Program]:
         return _optimizer(config, trial)
 
     def init(trial: Any, key: jax.Array) -> TrainState:
-        return init_state(task.init(key), optimizer(trial), key)
+        return init_state(nn.unbox(task.init(key)), optimizer(trial), key)
 
     def validate(trial: Any, state: TrainState, batch: jax.Array) -> dict[str, jax.Array]:
         return {"loss": task.loss_fn(state.params, batch)}
+
+    def shardings(mesh: Mesh) -> Any:
+        boxed = jax.eval_shape(task.init, jax.random.key(0))
+        params = shardings_for(nn.unbox(boxed), nn.get_partition_spec(boxed), mesh)
+        trial = {name: value[0] for name, value in trials.items()}
+        state = jax.eval_shape(init, trial, jax.random.key(0))
+        return state_shardings(state, optimizer(trial), params, mesh)
 
     step = make_train_step(lambda params, batch, key: task.loss_fn(params, batch), optimizer)
     return [
         Program(
             name=config.variant,
-            trials=_trials(config),
+            trials=trials,
             num_steps=config.steps,
             init=init,
             step=step,
@@ -105,6 +116,7 @@ def build(config: Config) -> list[Program]:
             summarize=lambda trial, state: {"alphas": _trace(state.opt_state).alphas},
             best="validation/loss",
             examples_per_step=config.batch_size,
+            shardings=shardings,
             fingerprint=task.fingerprint,
         )
     ]
@@ -186,7 +198,7 @@ def _text_task(config: Config) -> _Task:
 
     def init(key: jax.Array) -> Any:
         tokens = jnp.zeros((1, config.context), jnp.int32)
-        return nn.unbox(model.init(key, tokens))["params"]
+        return model.init(key, tokens)["params"]
 
     def loss_fn(params: Any, batch: jax.Array) -> jax.Array:
         logits = model.apply({"params": params}, batch[:, :-1])
@@ -219,7 +231,7 @@ def _mlp_task(config: Config) -> _Task:
 
     def init(key: jax.Array) -> Any:
         tokens = jnp.zeros((1, config.context), jnp.int32)
-        return nn.unbox(model.init(key, tokens))["params"]
+        return model.init(key, tokens)["params"]
 
     def loss_fn(params: Any, batch: jax.Array) -> jax.Array:
         logits = model.apply({"params": params}, batch[:, :-1])
