@@ -46,8 +46,9 @@ def load_corpus(
 
     The first call reads and encodes everything into `cache.cache_folder()`; later ones with files
     of the same names and contents, and with the same settings, find it there. On which side of
-    the split a document falls depends on its name alone (`text.split_documents`). The text of a
-    single document is split at a line end instead, so that its last part is held out.
+    the split a document falls depends on its name alone (`text.split_documents`). If all fall on
+    one side, the first goes to the other. The text of a single document is split at a line end
+    instead, so that its last part is held out.
 
     Args:
       path: as for `readers.read_documents`.
@@ -153,6 +154,34 @@ def _states(source: Source) -> Iterator[int]:
 def _write_corpus(folder: Path, source: Source, settings: _Settings) -> None:
     fraction = settings.validation_fraction
     alone = _length_if_alone(settings.pieces(source)) if fraction > 0 else None
+    filled = _write_tokens(folder, source, settings, alone)
+    if filled != (True, True) and fraction > 0 and alone is None:
+        # Few documents may all fall on one side: then one of them is put on the other.
+        filled = _write_tokens(folder, source, settings, None, spare_side=not filled[1])
+    if not filled[0] or (fraction > 0 and not filled[1]):
+        raise UserError(
+            "data.validation_fraction",
+            fraction,
+            f"everything in {source.shown} falls on one side of the split; "
+            "allowed: another fraction, or more documents",
+        )
+    dtype = settings.dtype.str
+    summary = {"dtype": dtype, "digest": _digest(folder, dtype)}
+    (folder / _SUMMARY).write_text(json.dumps(summary) + "\n", encoding="utf-8")
+
+
+def _write_tokens(
+    folder: Path,
+    source: Source,
+    settings: _Settings,
+    alone: int | None,
+    spare_side: bool | None = None,
+) -> tuple[bool, bool]:
+    """Writes both token files; whether each got any.
+
+    With `spare_side` the first document goes to that side (True for validation), all others to
+    the other.
+    """
     with contextlib.ExitStack() as stack:
         train, validation, skipped = (
             stack.enter_context(open(folder / name, "wb", buffering=_BUFFER))
@@ -163,23 +192,16 @@ def _write_corpus(folder: Path, source: Source, settings: _Settings) -> None:
             skipped.write(json.dumps([where, reason]).encode() + b"\n")
 
         pieces = settings.pieces(source, note)
-        if alone is None:
-            parts = _split_by_name(pieces, fraction)
+        if spare_side is not None:
+            parts = _split_off_first(pieces, spare_side)
+        elif alone is not None:
+            parts = _split_within(pieces, alone, settings.validation_fraction)
         else:
-            parts = _split_within(pieces, alone, fraction)
+            parts = _split_by_name(pieces, settings.validation_fraction)
         sides = (_TokenFile(train, settings), _TokenFile(validation, settings))
         for piece, held_out in parts:
             sides[held_out].add(piece.text, first=piece.first)
-    if not sides[0].filled or (fraction > 0 and not sides[1].filled):
-        raise UserError(
-            "data.validation_fraction",
-            fraction,
-            f"everything in {source.shown} falls on one side of the split; "
-            "allowed: another fraction, or more documents",
-        )
-    dtype = settings.dtype.str
-    summary = {"dtype": dtype, "digest": _digest(folder, dtype)}
-    (folder / _SUMMARY).write_text(json.dumps(summary) + "\n", encoding="utf-8")
+    return sides[0].filled, sides[1].filled
 
 
 def _length_if_alone(pieces: Iterable[Piece]) -> int | None:
@@ -200,6 +222,13 @@ def _split_by_name(pieces: Iterable[Piece], fraction: float) -> Iterator[tuple[P
             _, validation = split_documents([Document(piece.name, b"")], fraction)
             held_out = bool(validation)
         yield piece, held_out
+
+
+def _split_off_first(pieces: Iterable[Piece], side: bool) -> Iterator[tuple[Piece, bool]]:
+    documents = 0
+    for piece in pieces:
+        documents += piece.first
+        yield piece, side if documents == 1 else not side
 
 
 def _split_within(

@@ -243,14 +243,16 @@ def test_a_file_that_changes_meanwhile_is_named(shelf, cache):
     assert list(cache.iterdir()) == []
 
 
-def test_a_side_without_documents_is_an_error(tmp_path, cache):
-    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n{"text": "two"}')
-    for fraction in (1e-9, 0.999999999):
-        with pytest.raises(UserError, match=r"data\.validation_fraction=.*one side of the split"):
-            load_corpus(
-                tmp_path / "a.jsonl", tokenizer=ByteTokenizer(), validation_fraction=fraction
-            )
-    assert list(cache.iterdir()) == []
+def test_each_side_gets_a_document(tmp_path, cache):
+    """Where all names fall on one side of the split, the first document goes to the other."""
+    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n{"text": "six"}')
+    for fraction, first in ((1e-9, "validation"), (0.999999999, "train")):
+        corpus = load_corpus(
+            tmp_path / "a.jsonl", tokenizer=ByteTokenizer(), validation_fraction=fraction
+        )
+        assert bytes(getattr(corpus, first)) == b"one"
+        other = corpus.train if first == "validation" else corpus.validation
+        assert bytes(other) == b"two\x00six"
 
 
 @pytest.mark.parametrize("fraction", [-0.1, 1.0, float("nan"), float("inf")])

@@ -51,7 +51,7 @@ def test_a_resumed_pair_is_bit_equal(tmp_path, cache):
 @pytest.mark.slow
 def test_a_survivor_ends_and_the_pair_resumes(tmp_path, cache):
     """The heartbeat time-out is 10 seconds; nothing can be saved after a peer's death."""
-    words = ("steps=2000", "num_bins=20", "eval_every=2000")
+    words = ("steps=400", "num_bins=20", "eval_every=400")
     seconds, code = two.kill_one(tmp_path / "run", cache, *words)
     assert code != 0
     assert seconds < 40

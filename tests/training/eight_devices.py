@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import sys
 import tempfile
 from typing import Any
@@ -13,8 +14,9 @@ import numpy as np
 from etils import epath
 
 from jaxlab.experiments.composition import make_config
+from jaxlab.experiments.trec import experiment
 from jaxlab.experiments.trec.config import Config
-from jaxlab.experiments.trec.experiment import build
+from jaxlab.models.decoder import Decoder
 from jaxlab.parallel.mesh import make_mesh
 from jaxlab.training.driver import DriveSettings, drive
 from jaxlab.training.lanes import Lane, Lanes, Layout, choose_layout
@@ -66,7 +68,7 @@ def decoder_program(steps: int) -> Program:
         model={"num_kv_heads": 2},
     )
     assert isinstance(config, Config)
-    (program,) = build(config)
+    (program,) = experiment.build(config)
     evaluations = {"validation": program.evaluations["validation"]}
     return dataclasses.replace(program, evaluations=evaluations)
 
@@ -117,6 +119,7 @@ def a_mesh_computes_what_one_device_does() -> None:
 def a_mesh_agrees_in_float64() -> None:
     """100 steps in float64: within 1e-9."""
     jax.config.update("jax_enable_x64", True)
+    experiment.Decoder = functools.partial(Decoder, dtype=jnp.float64)  # the settings know none
     program = decoder_program(100)
     init = program.init
 

@@ -77,6 +77,21 @@ class OptimizerConfig:
 class DataConfig:
     """What the model reads."""
 
+    path: Annotated[
+        str | None,
+        option(
+            "File or folder to train on (text, JSONL, Parquet); null: the library's text.",
+            min_length=1,
+        ),
+    ] = None
+    field: Annotated[str, option("Field of JSONL and column of Parquet.", min_length=1)] = "text"
+    pattern: Annotated[str, option("Which files of a folder.", min_length=1)] = "**/*"
+    tokenizer: Annotated[
+        str, option("byte, or a tokenizer.json of a byte-level BPE.", min_length=1)
+    ] = "byte"
+    skip_bad: Annotated[
+        bool, option("Pass over lines and files that cannot be read, and count them.")
+    ] = False
     max_bytes: Annotated[
         int,
         option("Bytes of text to use, of the library's sources and topics.", ge=10_000, le=10**12),
@@ -113,6 +128,22 @@ class Config(RunConfig):
         Literal["next", "none"],
         option("Subtract the loss of the next replicate's model, or of none (as in the paper)."),
     ] = "next"
+    dtype: Annotated[
+        Literal["float32", "bfloat16"],
+        option("Type of the network's computation; parameters and optimiser stay float32."),
+    ] = "float32"
+    remat: Annotated[
+        bool, option("Recompute layers in the backward pass to save memory.", role="execution")
+    ] = False
+    accumulate: Annotated[
+        int,
+        option(
+            "Parts of a batch that are computed one after another to save memory.",
+            role="execution",
+            ge=1,
+            le=1_048_576,
+        ),
+    ] = 1
     eval_every: Annotated[int, option("Steps between validations.", ge=1, le=10_000_000)] = 100
     eval_batches: Annotated[int, option("Batches of one validation.", ge=1, le=100_000)] = 8
     model: Annotated[ModelConfig, Field()] = ModelConfig()
@@ -132,6 +163,10 @@ class Config(RunConfig):
             raise ValueError(
                 f"replicates={self.replicates}: at least 2 with reference=next, whose reference "
                 "is the next replicate's model; or set reference=none"
+            )
+        if self.batch_size % self.accumulate:
+            raise ValueError(
+                f"accumulate={self.accumulate}: must divide batch_size={self.batch_size}"
             )
         self._check_optimizer()
         self._check_model()

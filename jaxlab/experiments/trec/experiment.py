@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -12,8 +14,10 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
+from jaxlab.data.corpora import load_corpus
 from jaxlab.data.markov import MarkovBatches, entropy_rate, markov_transition
-from jaxlab.data.text import standard_library_corpus
+from jaxlab.data.text import BYTE_VOCABULARY_SIZE, Corpus, standard_library_corpus
+from jaxlab.data.tokenizers import BpeTokenizer, ByteTokenizer
 from jaxlab.data.windows import WindowBatches
 from jaxlab.errors import UserError
 from jaxlab.experiments.trec.conclusions import conclude, reference_replicate
@@ -36,7 +40,6 @@ from jaxlab.training.program import Evaluation, Program
 __all__ = ["build", "conclude"]
 
 _VALIDATION_SEED = 2**31 - 1  # no replicate has it
-_NUM_BYTES = 256
 
 
 class _Task(NamedTuple):
@@ -95,7 +98,11 @@ def build(config: Config) -> list[Program]:
         state = jax.eval_shape(init, trial, jax.random.key(0))
         return state_shardings(state, optimizer(trial), params, mesh)
 
-    step = make_train_step(lambda params, batch, key: task.loss_fn(params, batch), optimizer)
+    step = make_train_step(
+        lambda params, batch, key: task.loss_fn(params, batch),
+        optimizer,
+        accumulate=config.accumulate,
+    )
     return [
         Program(
             name=config.variant,
@@ -179,21 +186,48 @@ def _replay(
     return Evaluation(with_reference, batches, config.steps, keep="each", peer=reference_replicate)
 
 
-def _text_task(config: Config) -> _Task:
-    try:
-        corpus = standard_library_corpus(
-            max_bytes=config.data.max_bytes, validation_fraction=config.data.validation_fraction
+def _corpus(config: Config) -> tuple[Corpus, int]:
+    """The text as tokens, and the size of their vocabulary."""
+    data = config.data
+    if data.path is None:
+        try:
+            corpus = standard_library_corpus(
+                max_bytes=data.max_bytes, validation_fraction=data.validation_fraction
+            )
+        except UserError as error:
+            field = error.field if error.field == "data" else f"data.{error.field}"
+            raise UserError(field, error.value, error.allowed) from None
+        return corpus, BYTE_VOCABULARY_SIZE
+    byte = data.tokenizer == "byte"
+    tokenizer = ByteTokenizer() if byte else BpeTokenizer.load(data.tokenizer)
+    skipped: list[str] = []
+    corpus = load_corpus(
+        os.path.expanduser(data.path),
+        tokenizer=tokenizer,
+        field=data.field,
+        pattern=data.pattern,
+        validation_fraction=data.validation_fraction,
+        skip_bad=data.skip_bad,
+        on_skip=lambda place, reason: skipped.append(f"{place}: {reason}"),
+    )
+    if skipped:
+        warnings.warn(
+            f"{len(skipped)} bad lines or files skipped, first {skipped[0]}", stacklevel=2
         )
-    except UserError as error:
-        field = error.field if error.field == "data" else f"data.{error.field}"
-        raise UserError(field, error.value, error.allowed) from None
+    return corpus, tokenizer.vocab_size
+
+
+def _text_task(config: Config) -> _Task:
+    corpus, vocab_size = _corpus(config)
     model = Decoder(
-        vocab_size=_NUM_BYTES,
+        vocab_size=vocab_size,
         width=config.model.width,
         num_layers=config.model.num_layers,
         num_heads=config.model.num_heads,
         num_kv_heads=config.model.num_kv_heads,
         hidden_width=config.model.hidden_width,
+        dtype=jnp.dtype(config.dtype),
+        remat=config.remat,
     )
 
     def init(key: jax.Array) -> Any:
@@ -214,7 +248,7 @@ def _text_task(config: Config) -> _Task:
         init,
         lambda seed: windows(corpus.train, seed),
         windows(corpus.validation, _VALIDATION_SEED),
-        f"standard library text {corpus.digest[:16]}",
+        f"text {corpus.digest[:16]}, {vocab_size} kinds of tokens",
     )
 
 
@@ -227,6 +261,7 @@ def _mlp_task(config: Config) -> _Task:
         window=config.context,
         embed_width=config.model.embed_width,
         hidden_width=config.model.hidden_width or 128,
+        dtype=jnp.dtype(config.dtype),
     )
 
     def init(key: jax.Array) -> Any:
