@@ -86,3 +86,61 @@ def test_each_step_has_a_key_of_its_own():
         state, _ = step(None, state, None)
     expected = [jax.random.fold_in(jax.random.key(3), t) for t in range(3)]
     assert seen == [jax.random.key_data(key).tolist() for key in expected]
+
+
+def regression(params, batch, key):
+    """A mean over examples, so that parts of equal size weigh the same."""
+    return jnp.mean((batch["x"] @ params["w"] - batch["y"]) ** 2)
+
+
+@pytest.mark.parametrize("parts", [2, 4, 8])
+def test_accumulated_parts_are_the_whole_batch(parts):
+    draw = np.random.default_rng(0)
+    batch = {
+        "x": jnp.asarray(draw.normal(size=(8, 3)), jnp.float32),
+        "y": jnp.asarray(draw.normal(size=8), jnp.float32),
+    }
+
+    def optimizer(trial):
+        return adamw(lambda count: jnp.float32(0.1), 0.01)
+
+    params = {"w": jnp.ones(3)}
+    results = []
+    for accumulate in (1, parts):
+        step = jax.jit(make_train_step(regression, optimizer, accumulate=accumulate))
+        state = init_state(params, optimizer(None), jax.random.key(0))
+        for _ in range(3):
+            state, metrics = step(None, state, batch)
+        results.append((state.params["w"], metrics["loss"], metrics["grad_norm"]))
+    for whole, accumulated in zip(*results, strict=True):
+        np.testing.assert_allclose(accumulated, whole, rtol=1e-5)
+
+
+def test_the_average_is_the_recursion():
+    def optimizer(trial):
+        return adamw(lambda count: jnp.float32(0.1), 0.0)
+
+    step = make_train_step(quadratic, optimizer, ema_decay=0.9)
+    state = init_state(jnp.array([3.0, 4.0]), optimizer(None), jax.random.key(0), average=True)
+    expected = np.array([3.0, 4.0])
+    for _ in range(4):
+        state, _ = step(None, state, jnp.zeros(2))
+        expected = 0.9 * expected + 0.1 * np.asarray(state.params)
+    np.testing.assert_allclose(state.ema, expected, rtol=1e-6)
+
+
+def test_half_precision_computation_keeps_float32_masters():
+    """Updates far below a bfloat16's resolution still add up in the parameters."""
+
+    def loss_fn(params, batch, key):
+        return jnp.sum(params["w"].astype(jnp.bfloat16).astype(jnp.float32))
+
+    def optimizer(trial):
+        return adamw(lambda count: jnp.float32(1e-5), 0.0)
+
+    step = jax.jit(make_train_step(loss_fn, optimizer))
+    state = init_state({"w": jnp.ones(2)}, optimizer(None), jax.random.key(0))
+    for _ in range(100):
+        state, _ = step(None, state, None)
+    assert state.params["w"].dtype == jnp.float32
+    np.testing.assert_allclose(state.params["w"], np.full(2, 1 - 100e-5), atol=2e-5)
