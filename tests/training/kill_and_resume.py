@@ -73,11 +73,14 @@ def finish(folder: pathlib.Path) -> None:
 def fingerprint(folder: pathlib.Path) -> dict[str, object]:
     """What must be equal: the last checkpoint's checksums, all metrics, the result."""
     result = json.loads((folder / "result.json").read_text())
-    records = sorted(folder.glob("checkpoints/*/*/1200/meta/metadata"))
+    paths = sorted(folder.glob("checkpoints/*/*/1200/meta/metadata"))
+    records = [json.loads(path.read_text()) for path in paths]
+    for record in records:
+        del record["meta"]["seconds"]
     return {
         "result": {key: value for key, value in result.items() if key not in _TIMES},
         "metrics": (folder / "metrics.jsonl").read_text().splitlines(),
-        "checkpoints": [json.loads(record.read_text()) for record in records],
+        "checkpoints": records,
     }
 
 
