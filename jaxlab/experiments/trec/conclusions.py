@@ -200,6 +200,8 @@ def _claim(
     sizes = [len(half) for half in halves]
     transform = "fisher" if correlation else "none"
     low, high = bootstrap_t_interval(float(estimate), spread, sizes, transform=transform)
+    if text["direction"] == "<=":
+        low = max(low, 0.0) if np.isfinite(low) else low  # a distance
     values = tuple(seeds.tolist())
     return Claim(
         id=id, unit="seed", values=values, mean=float(estimate), low=low, high=high, **text
