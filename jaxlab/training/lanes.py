@@ -83,6 +83,17 @@ def _num_elements(tree: Any) -> int:
     return max(1, sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(tree)))
 
 
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """A function of one lane, with what its arguments and results are."""
+
+    name: str
+    function: Callable[..., Any]
+    roles: tuple[Role, ...]
+    results: tuple[Role, ...]
+    donate: tuple[int, ...] = ()
+
+
 class Lanes:
     """A program compiled for a list of lanes.
 
@@ -147,49 +158,33 @@ class Lanes:
             return self._place.group([np.int32(count)], "count")
         return np.int32(count)
 
-    def _call(
-        self,
-        name: str,
-        function: Callable[..., Any],
-        args: Sequence[Any],
-        roles: Sequence[Role],
-        results: Role | tuple[Role, ...],
-        donate: tuple[int, ...] = (),
-    ) -> Any:
+    def _call(self, call: _Call, *args: Any) -> Any:
         if self._debug:
             with jax.disable_jit(), jax.debug_nans(True):
-                return self._place.over(function, roles)(*args)
-        return self._compile(name, function, args, roles, results, donate)(*args)
+                return self._place.over(call.function, call.roles)(*args)
+        return self._compile(call, *args)(*args)
 
-    def _compile(
-        self,
-        name: str,
-        function: Callable[..., Any],
-        args: Sequence[Any],
-        roles: Sequence[Role],
-        results: Role | tuple[Role, ...],
-        donate: tuple[int, ...] = (),
-    ) -> Callable[..., Any]:
+    def _compile(self, call: _Call, *args: Any) -> Callable[..., Any]:
         """Traces and compiles, once for each group size.
 
         What is returned is a finished executable: a later call with another shape or type is an
         error, never a silent second trace.
         """
         size = len(jax.tree.leaves(args[0])[0]) if self._place.lanes_together else 1
-        if (name, size) not in self._compiled:
+        if (call.name, size) not in self._compiled:
             start = time.perf_counter()
             shardings: dict[str, Any] = {}
             if not isinstance(self._place, OneDevice):
-                one = isinstance(results, str)
-                found = [self._place.sharding(r, size) for r in ((results,) if one else results)]
-                shardings["in_shardings"] = tuple(self._place.sharding(r, size) for r in roles)
-                shardings["out_shardings"] = found[0] if one else tuple(found)
-            over = self._place.over(function, roles)
-            jitted = jax.jit(over, donate_argnums=donate, **shardings)
-            with self._mesh_in_use(name):
-                self._compiled[name, size] = jitted.lower(*args).compile()
+                ins = tuple(self._place.sharding(role, size) for role in call.roles)
+                outs = [self._place.sharding(role, size) for role in call.results]
+                shardings["in_shardings"] = ins
+                shardings["out_shardings"] = tuple(outs) if len(outs) > 1 else outs[0]
+            over = self._place.over(call.function, call.roles)
+            jitted = jax.jit(over, donate_argnums=call.donate, **shardings)
+            with self._mesh_in_use(call.name):
+                self._compiled[call.name, size] = jitted.lower(*args).compile()
             self.compile_seconds += time.perf_counter() - start
-        return self._compiled[name, size]
+        return self._compiled[call.name, size]
 
     def _mesh_in_use(self, name: str) -> Any:
         """Lets networks place their activations. Not while they make their parameters: there Flax
@@ -204,10 +199,11 @@ class Lanes:
         def one(trial: Any, seed: jax.Array) -> Any:
             return self.program.init(trial, jax.random.key(seed))
 
+        call = _Call("init", one, ("trial", "trial"), ("state",))
         states = []
         for group, trial in zip(self._groups, self._trials, strict=True):
             seeds = self._group(group, lambda lane: np.uint32(lane.seed), "trial")
-            states.append(self._call("init", one, (trial, seeds), ("trial", "trial"), "state"))
+            states.append(self._call(call, trial, seeds))
         return states
 
     def fit_memory(self, states: list[Any]) -> list[Any]:
@@ -219,7 +215,7 @@ class Lanes:
         while limit and self.group_size > 1 and not self._debug:
             batches = self._batches(self.program.batches, self._groups[0], 0, 1)
             args = (self._trials[0], states[0], batches, self._count(1))
-            compiled = self._compile("step", self._step_function(), args, *_STEP_ROLES, (1,))
+            compiled = self._compile(self._step_call(), *args)
             usage = compiled.memory_analysis()  # pyright: ignore[reportFunctionMemberAccess]
             arguments = usage.argument_size_in_bytes * len(self._groups)
             if usage.temp_size_in_bytes + arguments <= _MEMORY_SHARE * limit:
@@ -272,13 +268,14 @@ class Lanes:
 
         return self._group(group, of_lane, "batch")
 
-    def _step_function(self) -> Callable[..., Any]:
+    def _step_call(self) -> _Call:
         step, size = self.program.step, self.layout.steps_per_dispatch
 
         def many(trial: Any, state: Any, batches: Any, count: jax.Array) -> tuple[Any, Any]:
             return _repeat(lambda s, batch: step(trial, s, batch), state, batches, count, size)
 
-        return many
+        roles: tuple[Role, ...] = ("trial", "state", "batch", "count")
+        return _Call("step", many, roles, ("state", "result"), donate=(1,))
 
     def advance(self, states: list[Any], start: int, count: int) -> tuple[list[Any], list[Any]]:
         """Dispatches training steps `start` to `start + count` without waiting for them.
@@ -291,12 +288,11 @@ class Lanes:
         Returns:
           The new states, and for each group the metrics `[lane, step]`, still being computed.
         """
-        function = self._step_function()
+        call = self._step_call()
 
         def one(i: int) -> tuple[Any, Any]:
             batches = self._batches(self.program.batches, self._groups[i], start, count)
-            args = (self._trials[i], states[i], batches, self._count(count))
-            return self._call("step", function, args, *_STEP_ROLES, donate=(1,))
+            return self._call(call, self._trials[i], states[i], batches, self._count(count))
 
         done = self._each_group(one)
         return [state for state, _ in done], [metrics for _, metrics in done]
@@ -330,15 +326,18 @@ class Lanes:
           For each group the values `[lane, batch]`, still being computed.
         """
         evaluation, size = self.program.evaluations[name], self.layout.steps_per_dispatch
-        function = _evaluation_function(evaluation, size)
-        roles: tuple[Role, ...] = ("trial", "state", "state", "batch", "count")
+        with_peer: tuple[Role, ...] = () if peers is None else ("state",)
+        call = _Call(
+            f"evaluate {name}",
+            _evaluation_function(evaluation, size),
+            ("trial", "state", *with_peer, "batch", "count"),
+            ("result",),
+        )
 
         def one(i: int) -> Any:
             batches = self._batches(evaluation.batches, self._groups[i], start, count)
             peer = () if peers is None else (peers[i],)
-            args = (self._trials[i], states[i], *peer, batches, self._count(count))
-            own = roles if peer else (*roles[:1], *roles[2:])
-            return self._call(f"evaluate {name}", function, args, own, "result")
+            return self._call(call, self._trials[i], states[i], *peer, batches, self._count(count))
 
         return self._each_group(one)
 
@@ -351,18 +350,13 @@ class Lanes:
         def one(trial: Any, state: Any) -> Any:
             return dict(summarize(trial, state))
 
+        call = _Call("summarize", one, ("trial", "state"), ("result",))
         found = [
-            self._call("summarize", one, (trial, state), ("trial", "state"), "result")
+            self._call(call, trial, state)
             for trial, state in zip(self._trials, states, strict=True)
         ]
         lanes = self.split(jax.device_get(found))
         return {name: np.stack([lane[name] for lane in lanes]) for name in lanes[0]}
-
-
-_STEP_ROLES: tuple[tuple[Role, ...], tuple[Role, ...]] = (
-    ("trial", "state", "batch", "count"),
-    ("state", "result"),
-)
 
 
 def _num_processors() -> int:

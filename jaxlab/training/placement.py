@@ -19,14 +19,10 @@ Role = Literal["trial", "state", "batch", "count", "result"]
 """What an argument is; `batch` holds several steps' batches, `result` comes back to the host."""
 
 
-class OneDevice:
-    """One lane at a time on the default device."""
+class _OneByOne:
+    """A group is a single lane, without an axis of its own."""
 
     lanes_together = False
-
-    def group(self, values: Sequence[Any], role: Role) -> Any:
-        """A group's argument from its only lane's."""
-        return values[0] if role == "batch" else jax.tree.map(jnp.asarray, values[0])
 
     def split(self, value: Any) -> list[Any]:
         """The inverse of `group`."""
@@ -36,6 +32,14 @@ class OneDevice:
         """`function` of one lane, over a group."""
         del roles
         return function
+
+
+class OneDevice(_OneByOne):
+    """One lane at a time on the default device."""
+
+    def group(self, values: Sequence[Any], role: Role) -> Any:
+        """A group's argument from its only lane's."""
+        return values[0] if role == "batch" else jax.tree.map(jnp.asarray, values[0])
 
     def sharding(self, role: Role, size: int) -> Any:
         """None leaves it to JAX."""
@@ -80,15 +84,13 @@ class ByLane:
         return state
 
 
-class OnMesh:
+class OnMesh(_OneByOne):
     """One lane at a time on all devices of a mesh, also of several processes.
 
     Args:
       mesh: from `parallel.make_mesh`.
       program: whose `shardings` place the state.
     """
-
-    lanes_together = False
 
     def __init__(self, mesh: Mesh, program: Program) -> None:
         self.mesh = mesh
@@ -116,15 +118,6 @@ class OnMesh:
             return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 
         return jax.tree.map(place, value)
-
-    def split(self, value: Any) -> list[Any]:
-        """The inverse of `group`."""
-        return [value]
-
-    def over(self, function: Callable[..., Any], roles: Sequence[Role]) -> Callable[..., Any]:
-        """`function` of one lane, over a group."""
-        del roles
-        return function
 
     def sharding(self, role: Role, size: int) -> Any:
         """A sharding, or for the state a pytree of them."""

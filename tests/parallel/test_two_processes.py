@@ -59,3 +59,14 @@ def test_a_survivor_ends_and_the_pair_resumes(tmp_path, cache):
         first, second = two.finish(both)
     assert [process.returncode for process in both] == [0, 0], first + second
     assert "resuming after" in first
+
+
+@pytest.mark.slow
+def test_a_pair_goes_on_from_one_process(tmp_path, cache):
+    """What one process of eight devices has trained, two of four restore, and add a replicate."""
+    folder = tmp_path / "run"
+    two.alone(folder, cache)
+    with two.pair(folder, cache, "replicates=3") as both:
+        first, second = two.finish(both)
+    assert [process.returncode for process in both] == [0, 0], first + second
+    assert "resuming after 40 of 40" in first

@@ -91,13 +91,6 @@ def build(config: Config) -> list[Program]:
     def validate(trial: Any, state: TrainState, batch: jax.Array) -> dict[str, jax.Array]:
         return {"loss": task.loss_fn(state.params, batch)}
 
-    def shardings(mesh: Mesh) -> Any:
-        boxed = jax.eval_shape(task.init, jax.random.key(0))
-        params = shardings_for(nn.unbox(boxed), nn.get_partition_spec(boxed), mesh)
-        trial = {name: value[0] for name, value in trials.items()}
-        state = jax.eval_shape(init, trial, jax.random.key(0))
-        return state_shardings(state, optimizer(trial), params, mesh)
-
     step = make_train_step(
         lambda params, batch, key: task.loss_fn(params, batch),
         optimizer,
@@ -123,10 +116,25 @@ def build(config: Config) -> list[Program]:
             summarize=lambda trial, state: {"alphas": _trace(state.opt_state).alphas},
             best="validation/loss",
             examples_per_step=config.batch_size,
-            shardings=shardings,
+            shardings=lambda mesh: _shardings(task, init, optimizer, trials, mesh),
             fingerprint=task.fingerprint,
         )
     ]
+
+
+def _shardings(
+    task: _Task,
+    init: Callable[..., Any],
+    optimizer: Callable[[Any], optax.GradientTransformation],
+    trials: dict[str, np.ndarray],
+    mesh: Mesh,
+) -> Any:
+    """The state's places on a mesh, from the names that the network gives to its axes."""
+    boxed = jax.eval_shape(task.init, jax.random.key(0))
+    params = shardings_for(nn.unbox(boxed), nn.get_partition_spec(boxed), mesh)
+    trial = {name: value[0] for name, value in trials.items()}
+    state = jax.eval_shape(init, trial, jax.random.key(0))
+    return state_shardings(state, optimizer(trial), params, mesh)
 
 
 def _trials(config: Config) -> dict[str, np.ndarray]:
