@@ -20,7 +20,11 @@ MISTAKES = [
         ["preset=cpuu"],
         "preset=cpuu: unknown preset of trec; did you mean cpu? Allowed: test, cpu",
     ),
-    (["scale=gpu9"], "scale=gpu9: unknown choice; did you mean cpu? Allowed: cpu"),
+    (
+        ["scale=gpu9"],
+        "scale=gpu9: unknown choice; did you mean gpu8? Allowed: cpu, gpu1, gpu8, "
+        "tpu-v5e-8, tpu-v6e-64",
+    ),
     (["stpes=3"], "stpes=3: unknown field; did you mean steps?"),
     (["peak_lr=1"], "peak_lr=1: unknown field; did you mean optimizer.peak_lr?"),
     (
@@ -45,7 +49,7 @@ MISTAKES = [
     (["run_dir="], "run_dir=: must have at least 1 character"),
     (["steps=30"], "steps=30: must be a multiple of num_bins=20"),
     (["num_bins=7"], "num_bins=7: must divide steps=600"),
-    (["scale=null"], "scale=null: unknown choice; allowed: cpu"),
+    (["scale=null"], "scale=null: unknown choice; allowed: cpu, gpu1, gpu8, tpu-v5e-8, tpu-v6e-64"),
     (
         ["steps_per_dispatch=0"],
         "steps_per_dispatch=0: must be greater than or equal to 1 or be 'auto'",
