@@ -1,11 +1,14 @@
 """TREC's experiment: programs, conclusions from planted curves, and a whole tiny run."""
 
 import dataclasses
+import json
 
 import jax
 import numpy as np
 import pytest
 
+from jaxlab.data.text import Document
+from jaxlab.data.tokenizers import BpeTokenizer
 from jaxlab.errors import UserError
 from jaxlab.experiments.composition import make_config
 from jaxlab.experiments.trec.conclusions import conclude
@@ -199,3 +202,48 @@ def test_the_figures_are_drawn():
             "(nats" in panel.ylabel or "/" in panel.ylabel or "EMA" in panel.ylabel
             for panel in figure.panels
         )
+
+
+@pytest.fixture
+def own_text(tmp_path, monkeypatch):
+    """Two hundred lines of JSONL, one of them broken."""
+    monkeypatch.setenv("JAXLAB_DATA_CACHE", str(tmp_path / "cache"))
+    lines = [json.dumps({"text": f"line {i} of a text of one's own. " * 5}) for i in range(200)]
+    lines[17] = '{"text": 3}'
+    file = tmp_path / "own.jsonl"
+    file.write_text("\n".join(lines))
+    return file
+
+
+def test_one_s_own_text(own_text):
+    with pytest.raises(UserError, match=r"own\.jsonl line 18"):
+        build(tiny("text", data={"path": str(own_text)}))
+    config = tiny("text", data={"path": str(own_text), "skip_bad": True})
+    with pytest.warns(UserWarning, match=r"1 bad lines or files skipped, first own\.jsonl line 18"):
+        (program,) = build(config)
+    text = bytes(program.batches(0, 100, 0)[0].astype(np.uint8))
+    assert b"of" in text
+    assert program.fingerprint.startswith("text ")
+
+
+def test_another_tokenizer(own_text, tmp_path):
+    BpeTokenizer.train([Document("a", b"a text of one's own " * 50)], 300).save(tmp_path / "t.json")
+    data = {"path": str(own_text), "skip_bad": True, "tokenizer": str(tmp_path / "t.json")}
+    with pytest.warns(UserWarning, match="skipped"):
+        (program,) = build(tiny("text", data=data))
+    vocabulary = program.abstract_state().params["embedding"].shape[0]
+    assert 256 < vocabulary <= 300
+    assert program.batches(0, 100, 0).max() < vocabulary
+
+
+def test_memory_savers_change_rounding_only():
+    """Recomputation and accumulation: the same step."""
+    found = []
+    for changes in ({}, {"remat": True, "accumulate": 2}):
+        (program,) = build(tiny("text", **changes))
+        state = program.init(program.trial(0), jax.random.key(0))
+        step = jax.jit(program.step)
+        for i in range(2):
+            state, metrics = step(program.trial(0), state, program.batches(0, 100, i))
+        found.append(float(metrics["loss"]))
+    assert found[0] == pytest.approx(found[1], rel=1e-5)
