@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -34,6 +35,7 @@ from jaxlab.training.program import Program, check_extension, merge_trials
 
 __all__ = ["load_result", "run", "run_trials"]
 
+T = TypeVar("T")
 _OWN_FILES = {".lock"}
 
 
@@ -75,22 +77,62 @@ def run_trials(
     work = None if work is None else _absolute(work)
     with contextlib.ExitStack() as stack:
         stack.enter_context(jax.default_matmul_precision(config.precision))
-        known = _finished(configs, paths)
+        known, programs, mesh = _together(work, lambda: _plan(configs, paths, work))
         if known is not None:
             return known
-        # Whatever is wrong with the settings shows here, before a folder is touched.
-        mesh = _mesh(config)
-        programs = _build(configs)
-        if mesh is not None:
-            for program in programs:
-                check_batches(program, mesh)
-        if config.profile and work is None:
-            raise UserError("profile", config.profile, "needs a run_dir for the trace")
         if work is not None:
-            stack.enter_context(machine.compilation_cache(config.compilation_cache))
-        _claim(configs, paths, work, stack)
+            cache = machine.compilation_cache(config.compilation_cache)
+            _together(work, lambda: stack.enter_context(cache))
+            _together(work, lambda: _claim(configs, paths, work, stack) if is_main() else None)
         stop = stack.enter_context(machine.stop_requests(work is not None))
         return _execute(configs, programs, paths, work, stop, mesh)
+
+
+def _together(work: epath.Path | None, task: Callable[[], T]) -> T:
+    """Does something in every process; if it fails in one, it fails in all.
+
+    Otherwise the others would wait for that one in their next exchange.
+    """
+    problem: JaxlabError | None = None
+    found: Any = None
+    try:
+        found = task()
+    except JaxlabError as error:
+        problem = error
+    failed = agree(0 if problem is None else 1)
+    if problem is not None:
+        raise problem
+    if failed:
+        raise UserError("run_dir", work, "another process failed; see its message")
+    return found
+
+
+def _plan(
+    configs: Sequence[RunConfig], paths: Sequence[epath.Path | None], work: epath.Path | None
+) -> tuple[list[Result] | None, list[Program], Mesh | None]:
+    """What is to be done: nothing if all is finished, else programs and a mesh.
+
+    Whatever is wrong with the settings shows here, before a folder is touched.
+    """
+    known = _finished(configs, paths)
+    if known is not None:
+        return known, [], None
+    mesh, programs = _mesh(configs[0]), _build(configs)
+    if mesh is not None:
+        for program in programs:
+            check_batches(program, mesh)
+    _check_same_everywhere(programs)
+    if configs[0].profile and work is None:
+        raise UserError("profile", configs[0].profile, "needs a run_dir for the trace")
+    return None, programs, mesh
+
+
+def _check_same_everywhere(programs: Sequence[Program]) -> None:
+    """Every process must read the same data: each device takes its part of what it is given."""
+    text = "|".join(program.fingerprint for program in programs)
+    mark = int(hashlib.sha256(text.encode()).hexdigest()[:7], 16)
+    if agree(mark) != -agree(-mark):
+        raise UserError("data", text, "differs between the processes' machines")
 
 
 def _mesh(config: RunConfig) -> Mesh | None:
@@ -120,30 +162,18 @@ def _finished(
 def _claim(
     configs: Sequence[RunConfig],
     paths: Sequence[epath.Path | None],
-    work: epath.Path | None,
+    work: epath.Path,
     stack: contextlib.ExitStack,
 ) -> None:
-    """Process 0 locks and prepares the folders; all processes follow its decision."""
-    if work is None:
-        return
-    problem: JaxlabError | None = None
-    if is_main():
-        try:
-            stack.enter_context(own_directory(work))
-            for config, path in zip(configs, paths, strict=True):
-                if path is not None:
-                    _compare(config, path)  # again, now that nobody else writes
-                    make_directory(path)
-                    text = yaml.safe_dump(to_dict(config), sort_keys=False)
-                    write_atomic(path / "config.yaml", text)
-                    _note_session(path, config)
-        except JaxlabError as error:
-            problem = error
-    refused = agree(0 if problem is None else 1)
-    if problem is not None:
-        raise problem
-    if refused:
-        raise UserError("run_dir", work, "process 0 could not use it; see its message")
+    """Locks and prepares the folders."""
+    stack.enter_context(own_directory(work))
+    for config, path in zip(configs, paths, strict=True):
+        if path is not None:
+            _compare(config, path)  # again, now that nobody else writes
+            make_directory(path)
+            text = yaml.safe_dump(to_dict(config), sort_keys=False)
+            write_atomic(path / "config.yaml", text)
+            _note_session(path, config)
 
 
 def _note_session(path: epath.Path, config: RunConfig) -> None:
@@ -164,7 +194,8 @@ def _check_foreign(path: epath.Path) -> None:
     """A folder with somebody's files is no run directory."""
     if not path.exists() or not path.is_dir() or (path / "config.yaml").exists():
         return
-    others = sorted(item.name for item in path.iterdir() if item.name not in _OWN_FILES)
+    names = [item.name for item in path.iterdir()]
+    others = sorted(n for n in names if n not in _OWN_FILES and not n.endswith(".tmp"))
     if others:
         raise UserError(
             "run_dir",

@@ -28,7 +28,7 @@ __all__ = ["check_writable", "make_directory", "own_directory"]
 
 _LOCK = ".lock"
 _REFRESH_SECONDS = 15.0
-_STALE_SECONDS = 45.0
+_STALE_SECONDS = 75.0  # longer than network file systems keep attributes
 _POLL_SECONDS = 1.0
 
 
@@ -74,7 +74,7 @@ def own_directory(path: epath.Path) -> Iterator[None]:
 
     The kernel frees the lock when its owner dies, however it dies. On file systems that several
     hosts share, the lock of another host may be invisible: an owner there counts as dead once it
-    has not renewed the file for three quarters of a minute, which is waited for. Remote object
+    has not renewed the file for 75 seconds, which are waited for. Remote object
     stores have no locks: there the caller must not start twice.
 
     Raises:
@@ -139,8 +139,6 @@ def _read(file: IO[str]) -> dict[str, str]:
 def _renews(file: IO[str]) -> bool:
     """Whether an owner on another host, whose lock this host may not see, renews the file."""
     first = os.fstat(file.fileno()).st_mtime
-    if time.time() - first > _STALE_SECONDS:
-        return False
     deadline = time.monotonic() + _STALE_SECONDS
     while time.monotonic() < deadline:
         time.sleep(_POLL_SECONDS)

@@ -179,12 +179,16 @@ def drive(
     shape = (program.num_trials, len(seeds))
     arrays = _merge(program.num_trials, [cohort.history for cohort in cohorts])
     arrays |= {name: value.reshape(shape + value.shape[1:]) for name, value in final.items()}
+    seconds = {
+        kind: spent + sum(cohort.seconds_before[kind] for cohort in cohorts)
+        for kind, spent in run.seconds().items()
+    }
     return Outcome(
         arrays,
         lanes.split(states),
         sorted({trial for cohort in cohorts for trial in cohort.diverged}),
-        run.compile_seconds + sum(cohort.seconds_before["compile"] for cohort in cohorts),
-        run.other_seconds + sum(cohort.seconds_before["run"] for cohort in cohorts),
+        seconds["compile"],
+        seconds["run"],
         program.examples_per_step * program.num_steps * len(lanes.lanes),
     )
 
@@ -228,15 +232,10 @@ class _Run:
         self._all_lanes.append(made)
         return made
 
-    @property
-    def compile_seconds(self) -> float:
-        """Spent in tracing and compilation."""
-        return sum(lanes.compile_seconds for lanes in self._all_lanes)
-
-    @property
-    def other_seconds(self) -> float:
-        """Spent in everything else."""
-        return time.perf_counter() - self._start - self.compile_seconds
+    def seconds(self) -> dict[str, float]:
+        """Spent since the call: `compile` in tracing and compilation, `run` in all else."""
+        compiling = sum(lanes.compile_seconds for lanes in self._all_lanes)
+        return {"compile": compiling, "run": time.perf_counter() - self._start - compiling}
 
 
 class _AgreedStop:
@@ -329,7 +328,8 @@ class _Cohort:
         self.diverged: dict[int, str] = {}
         self.step = 0
         self.saved_step = -1
-        self.seconds_before = {"compile": 0.0, "run": 0.0}
+        self.seconds_before = {"compile": 0.0, "run": 0.0}  # of earlier starts
+        self._spent_before = self.seconds_before  # of this start, before this cohort's turn
         self._store: CheckpointStore | None = None
         self._pending: tuple[int, int, list[Any]] | None = None
         self._schedules = {
@@ -340,6 +340,7 @@ class _Cohort:
 
     def train(self) -> None:
         """Runs to the last step, from the newest intact checkpoint."""
+        self._spent_before = self.run.seconds()
         with contextlib.ExitStack() as stack:
             if self.folder is not None:
                 self._store = CheckpointStore(self.folder)
@@ -365,6 +366,8 @@ class _Cohort:
                     self._leave(number)
                 self._dispatch(self._next_boundary() - self.step, dispatches)
                 dispatches += 1
+            self._flush()
+            self._check_weights(self.lanes.stack(self.states))
 
     def _dispatch(self, count: int, number: int) -> None:
         """One dispatch; with `profile` the first is a single step, which compiles, and the second
@@ -503,7 +506,8 @@ class _Cohort:
                 continue
             place = steps.index(self.step)
             known = [v for key, v in self.history.items() if key.startswith(f"{name}/")]
-            if known and not np.isnan(known[0][:, place]).any():
+            # A diverged lane's value is NaN though it was measured; others tell.
+            if known and not np.isnan(known[0][:, place]).all():
                 continue
             values = _measure(self.lanes, name, self.states, None)
             for key, value in values.items():
@@ -521,12 +525,8 @@ class _Cohort:
             return
         self._flush()
         state = self.lanes.stack(self.states)
-        # The loss of a step says nothing yet about the weights after it.
-        for lane, sound in zip(self.members, sound_lanes(state), strict=True):
-            if not sound:
-                self._mark(lane, f"the weights after step {self.step} are not finite")
-        self._end_if_all_diverged()
-        layout, before = self.lanes.layout, self.seconds_before
+        self._check_weights(state)
+        layout = self.lanes.layout
         meta = {
             "fingerprint": self.program.fingerprint,
             "num_steps": self.program.num_steps,
@@ -534,12 +534,19 @@ class _Cohort:
             "steps_per_dispatch": layout.steps_per_dispatch,
             "seeds": list(self.seeds),
             "seconds": {
-                "compile": before["compile"] + self.run.compile_seconds,
-                "run": before["run"] + self.run.other_seconds,
+                kind: self.seconds_before[kind] + spent - self._spent_before[kind]
+                for kind, spent in self.run.seconds().items()
             },
         }
         self._store.save(self.step, state, self.history, meta, best=self._best_value())
         self.saved_step = self.step
+
+    def _check_weights(self, state: Any) -> None:
+        """The loss of a step says nothing yet about the weights after it."""
+        for lane, sound in zip(self.members, sound_lanes(state), strict=True):
+            if not sound:
+                self._mark(lane, f"the weights after step {self.step} are not finite")
+        self._end_if_all_diverged()
 
     def _best_value(self) -> float | None:
         """The metric that marks the best checkpoint, averaged over lanes, if measured here."""

@@ -46,6 +46,8 @@ class Layout:
     Attributes:
       trial_axis: see the module's text.
       steps_per_dispatch: the most training steps in one call.
+
+    A user's explicit choice on a resume wins over what is stored.
     """
 
     trial_axis: Literal["loop", "vmap"]
@@ -218,7 +220,9 @@ class Lanes:
             compiled = self._compile(self._step_call(), *args)
             usage = compiled.memory_analysis()  # pyright: ignore[reportFunctionMemberAccess]
             arguments = usage.argument_size_in_bytes * len(self._groups)
-            if usage.temp_size_in_bytes + arguments <= _MEMORY_SHARE * limit:
+            # Saving and evaluating copy all states twice on one device.
+            copies = 2 * sum(leaf.nbytes for state in states for leaf in jax.tree.leaves(state))
+            if usage.temp_size_in_bytes + arguments + copies <= _MEMORY_SHARE * limit:
                 break
             lanes = self.split(states)
             self._set_groups((self.group_size + 1) // 2)

@@ -62,9 +62,13 @@ class ByLane:
         return jax.device_put(stacked, self.sharding(role, len(values)))
 
     def split(self, value: Any) -> list[Any]:
-        """The inverse of `group`."""
+        """The inverse of `group`; on one device, since groups may lie on different ones."""
         size = len(jax.tree.leaves(value)[0])
-        return [jax.tree.map(lambda leaf, i=i: leaf[i], value) for i in range(size)]
+        first = jax.devices()[0]
+        whole = jax.tree.map(
+            lambda leaf: jax.device_put(leaf, first) if isinstance(leaf, jax.Array) else leaf, value
+        )
+        return [jax.tree.map(lambda leaf, i=i: leaf[i], whole) for i in range(size)]
 
     def over(self, function: Callable[..., Any], roles: Sequence[Role]) -> Callable[..., Any]:
         """`function` of one lane, over a group; a count is shared by its lanes."""

@@ -70,10 +70,6 @@ def test_an_owner_on_another_host_counts_while_it_renews(tmp_path, monkeypatch):
         own_directory(epath.Path(tmp_path)),
     ):
         pass
-    old = time.time() - 1000
-    os.utime(lock, (old, old))
-    with own_directory(epath.Path(tmp_path)):
-        pass
 
 
 def test_a_silent_owner_on_another_host_is_waited_for(tmp_path, monkeypatch):

@@ -53,6 +53,11 @@ def lanes_share_the_devices() -> None:
         assert distance <= 1e-5 * np.linalg.norm(value), (name, distance)
     odd = drive(program, seeds[:3], DriveSettings(), observer=Silent())  # 12 lanes on 6 devices
     assert np.isfinite(odd.arrays["train/loss"]).all()
+    # Groups of five and four lanes lie on five and four devices.
+    uneven = Lanes(program, lanes.lanes[:9], layout, group_size=5)
+    stacked = uneven.stack(uneven.init())
+    again = uneven.stack(uneven.unstack(stacked))
+    np.testing.assert_array_equal(stacked.params["w"], again.params["w"])
 
 
 def decoder_program(steps: int) -> Program:

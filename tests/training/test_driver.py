@@ -199,6 +199,23 @@ def test_weights_that_are_not_finite_are_not_saved(folder):
     assert observer.phases[0] == ("train", 10, 30)
 
 
+@pytest.mark.parametrize("kept", [True, False])
+def test_weights_after_the_last_step_are_checked(folder, kept):
+    """The last update makes one trial's weights NaN: known with and without a folder, and again."""
+    program = toy_program(rates=(0.05, 0.1))
+    step = program.step
+
+    def poisoned(trial, state, batch):
+        state, metrics = step(trial, state, batch)
+        bad = (state.step == 30) & (trial["rate"][0] == np.float32(0.1))
+        params = jax.tree.map(lambda p: jnp.where(bad, jnp.nan, p), state.params)
+        return state._replace(params=params), metrics
+
+    program = dataclasses.replace(program, step=poisoned)
+    for _ in range(2):
+        assert run(program, folder if kept else None).diverged == [1]
+
+
 def test_a_missing_cohort_is_named(folder):
     run(toy_program(), folder)
     (folder / "toy" / "replicates-00000-00002").rename(folder / "toy" / "replicates-00001-00002")
