@@ -126,7 +126,9 @@ class Config(RunConfig):
     power: Annotated[float, option("Exponent p of the EMA coefficient.", ge=0, le=4)] = 0.5
     reference: Annotated[
         Literal["next", "none"],
-        option("Subtract the loss of the next replicate's model, or of none (as in the paper)."),
+        option(
+            "Subtract the loss of the next model of the same half of the seeds, or none (paper)."
+        ),
     ] = "next"
     dtype: Annotated[
         Literal["float32", "bfloat16"],
