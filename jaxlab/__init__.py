@@ -40,4 +40,4 @@ def run_experiment(
     from jaxlab.experiments.runner import run
 
     config = make_config(method, variant=variant, preset=preset, **overrides)
-    return run(config, run_dir=config.run_dir)
+    return run(config, run_dir=None if config.run_dir is None else config.output_folder())

@@ -203,9 +203,7 @@ def _board(words: list[str], usage: bool) -> int:
 
 
 def _single(config: RunConfig) -> int:
-    from jaxlab.experiments.base import identity_digest
-
-    run_dir = config.run_dir or f"runs/{config.method}/{identity_digest(config)}"
+    run_dir = config.output_folder()
     _check_folders(config, run_dir)
     from jaxlab.experiments.runner import run
 
@@ -264,15 +262,16 @@ def _check_store(path: str, field: str) -> None:
 def _print_result(result: Result, run_dir: str) -> None:
     from etils import epath
 
-    from jaxlab.reporting.report import claim_table_text
+    from jaxlab.reporting.report import result_text
     from jaxlab.sweeps.outcome import TABLE_WIDTH
 
     if result.provenance.get("finished_before"):
         print(f"{run_dir} is finished already; this is what it found.")
-    print(claim_table_text(result, TABLE_WIDTH))
+    print(result_text(result, TABLE_WIDTH))
     folder = epath.Path(run_dir)
     figures = sorted((folder / "figures").glob("*.png"))
-    for path in (*figures, folder / "result.json", folder / "report.md"):
+    files = sorted((folder / "files").glob("*"))
+    for path in (*figures, *files, folder / "result.json", folder / "report.md"):
         print(os.fspath(path))
 
 

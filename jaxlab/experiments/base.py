@@ -203,6 +203,14 @@ class RunConfig:
         bool, option("Exit with code 4 when a claim does not hold.", role="execution")
     ] = False
 
+    def output_folder(self) -> str:
+        """Where this run's files go.
+
+        Raises:
+          jaxlab.errors.UserError: the study needs `run_dir`.
+        """
+        return self.run_dir or f"runs/{self.method}/{identity_digest(self)}"
+
 
 @dataclasses.dataclass(frozen=True)
 class FieldInfo:
@@ -261,6 +269,8 @@ def _allowed(annotation: Any, metadata: Sequence[Any]) -> str:
     if get_origin(annotation) is Annotated:
         inner = [item for info in members[1:] for item in getattr(info, "metadata", ())]
         return _allowed(members[0], inner)
+    if get_origin(annotation) is tuple:
+        return f"list of {_allowed(members[0], ())}"
     texts = [_allowed(member, ()) for member in members]
     texts[0] += limits
     return " or ".join(texts)

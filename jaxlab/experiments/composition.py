@@ -7,6 +7,7 @@ created or JAX is imported, and every mistake becomes one `UserError`.
 from __future__ import annotations
 
 import copy
+import functools
 import importlib.resources
 import itertools
 import math
@@ -17,6 +18,8 @@ import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, get_args
 
+import yaml
+from etils import epath
 from hydra import compose, initialize_config_dir
 from hydra._internal.callbacks import Callbacks
 from hydra.core.config_store import ConfigStore
@@ -47,6 +50,7 @@ __all__ = [
     "compose_configs",
     "config_directory",
     "expand_sweep",
+    "load_config",
     "make_config",
     "prepare_overrides",
     "register_defaults",
@@ -68,10 +72,22 @@ def config_directory() -> pathlib.Path:
 
 
 def register_defaults(methods: Iterable[str]) -> None:
-    """Makes the dataclass defaults of these methods known to Hydra, as the group `defaults`."""
+    """Makes the dataclass defaults of these methods known to Hydra.
+
+    Those of its first study are `defaults/<method>`, those of any other
+    `defaults/<method>/<study>`.
+    """
     store = ConfigStore.instance()
     for slug in methods:
-        store.store(group="defaults", name=slug, node=to_dict(validate(slug, {})))
+        first, *others = registry.find_method(slug).variants
+        store.store(group="defaults", name=slug, node=_defaults(slug, first))
+        for variant in others:
+            store.store(group=f"defaults/{slug}", name=variant, node=_defaults(slug, variant))
+
+
+@functools.cache
+def _defaults(slug: str, variant: str) -> dict[str, Any]:
+    return to_dict(validate(slug, {"variant": variant}))
 
 
 def prepare_overrides(words: Sequence[str], *, multirun: bool = False) -> list[str]:
@@ -99,7 +115,11 @@ def prepare_overrides(words: Sequence[str], *, multirun: bool = False) -> list[s
         if word.partition("=")[0] in _CHOICES:
             override = _parse(word, multirun)
             chosen[override.key_or_group] = _values(override)
-    classes = [registry.config_class(slug) for slug in chosen["method"]]
+    classes = [
+        registry.config_class(slug, variant)
+        for slug in chosen["method"]
+        for variant in chosen.get("variant", [""])
+    ]
     fields = {name: info for cls in classes for name, info in config_fields(cls).items()}
     rest: list[str] = []
     for word in words:
@@ -339,17 +359,34 @@ def _compose(overrides: Sequence[str]) -> dict[str, Any]:
         raise UserError(key, typed.get(key, ""), str(error).splitlines()[0]) from None
 
 
-def validate(slug: str, tree: Any) -> RunConfig:
+def validate(slug: str, tree: Mapping[str, Any]) -> RunConfig:
     """A method's configuration from nested dicts.
 
     Raises:
       UserError: with the dotted field, its value and what is allowed.
     """
-    cls = registry.config_class(slug)
+    cls = registry.config_class(slug, tree.get("variant"))
     try:
         return TypeAdapter(cls).validate_python(tree)
     except ValidationError as error:
         raise _explain(error, cls) from None
+
+
+def load_config(folder: epath.PathLike) -> RunConfig | None:
+    """The configuration of the run in a folder; None if the folder holds no run.
+
+    Raises:
+      UserError: its config.yaml cannot be read by this version.
+    """
+    file = epath.Path(folder) / "config.yaml"
+    if not file.exists():
+        return None
+    try:
+        tree = yaml.safe_load(file.read_text())
+        return validate(tree["method"], tree)
+    except (yaml.YAMLError, OSError, ValueError, KeyError, TypeError, UserError) as error:
+        problem = f"its config.yaml cannot be read by this version ({str(error).splitlines()[0]})"
+        raise UserError("run_dir", folder, problem) from None
 
 
 def _explain(error: ValidationError, cls: type[RunConfig]) -> UserError:
@@ -432,7 +469,7 @@ def make_config(
     words += [f"variant={variant}"] if variant else []
     words += [f"{group}={flat.pop(group)}" for group in _GROUPS if group in flat]
     tree = to_dict(compose_config(prepare_overrides(words)))
-    fields = config_fields(registry.config_class(method))
+    fields = config_fields(registry.config_class(method, variant))
     for name, value in flat.items():
         if name not in fields:
             raise UserError(name, value, f"unknown field; {registry.nearest(name, list(fields))}")

@@ -40,7 +40,18 @@ METHODS: dict[str, Method] = {
         Method(
             "trec",
             "Predict from AdamW alone which training batches the final model remembers best",
-            ("text", "mlp"),
+            (
+                "text",
+                "mlp",
+                "schedules",
+                "collapse",
+                "law",
+                "placement",
+                "cpt",
+                "recipes",
+                "plan",
+                "measure",
+            ),
         ),
     )
 }
@@ -68,10 +79,16 @@ def find_method(slug: str) -> Method:
     return METHODS[slug]
 
 
-def config_class(slug: str) -> type[RunConfig]:
-    """The configuration class of a method. Imports pydantic, never JAX."""
-    find_method(slug)
-    return importlib.import_module(f"jaxlab.experiments.{slug}.config").Config
+def config_class(slug: str, variant: str | None = None) -> type[RunConfig]:
+    """The configuration class of a method's study. Imports pydantic, never JAX.
+
+    Args:
+      slug: the method.
+      variant: one of its studies; None, or one that there is not, stands for the first.
+    """
+    default = find_method(slug).variants[0]
+    classes = importlib.import_module(f"jaxlab.experiments.{slug}.config").CONFIGS
+    return classes.get(variant, classes[default])
 
 
 def experiment_module(slug: str) -> ModuleType:

@@ -31,6 +31,7 @@ from jaxlab.reporting.files import read_json, write_atomic, write_json
 from jaxlab.reporting.report import Result, report_markdown
 from jaxlab.reporting.writers import JsonLines, Observers, Progress, TensorBoard
 from jaxlab.training.driver import DriveSettings, Outcome, check_batches, drive
+from jaxlab.training.host import HostProgram, drive_host
 from jaxlab.training.program import Program, check_extension, merge_trials
 
 __all__ = ["load_result", "run", "run_trials"]
@@ -109,7 +110,7 @@ def _together(work: epath.Path | None, task: Callable[[], T]) -> T:
 
 def _plan(
     configs: Sequence[RunConfig], paths: Sequence[epath.Path | None], work: epath.Path | None
-) -> tuple[list[Result] | None, list[Program], Mesh | None]:
+) -> tuple[list[Result] | None, list[Program | HostProgram], Mesh | None]:
     """What is to be done: nothing if all is finished, else programs and a mesh.
 
     Whatever is wrong with the settings shows here, before a folder is touched.
@@ -120,14 +121,15 @@ def _plan(
     mesh, programs = _mesh(configs[0]), _build(configs)
     if mesh is not None:
         for program in programs:
-            check_batches(program, mesh)
+            if isinstance(program, Program):
+                check_batches(program, mesh)
     _check_same_everywhere(programs)
     if configs[0].profile and work is None:
         raise UserError("profile", configs[0].profile, "needs a run_dir for the trace")
     return None, programs, mesh
 
 
-def _check_same_everywhere(programs: Sequence[Program]) -> None:
+def _check_same_everywhere(programs: Sequence[Program | HostProgram]) -> None:
     """Every process must read the same data: each device takes its part of what it is given."""
     text = "|".join(program.fingerprint for program in programs)
     mark = int(hashlib.sha256(text.encode()).hexdigest()[:7], 16)
@@ -205,25 +207,13 @@ def _check_foreign(path: epath.Path) -> None:
         )
 
 
-def _saved_config(path: epath.Path) -> RunConfig | None:
-    file = path / "config.yaml"
-    if not file.exists():
-        return None
-    try:
-        tree = yaml.safe_load(file.read_text())
-        return composition.validate(tree["method"], tree)
-    except (yaml.YAMLError, OSError, ValueError, KeyError, TypeError, UserError) as error:
-        problem = f"its config.yaml cannot be read by this version ({str(error).splitlines()[0]})"
-        raise UserError("run_dir", path, problem) from None
-
-
 def _compare(config: RunConfig, path: epath.Path) -> None:
     """Refuses a folder whose run computes something else.
 
     Raises:
       UserError: naming the first field that differs, or what cannot be extended.
     """
-    saved = _saved_config(path)
+    saved = composition.load_config(path)
     if saved is None:
         return
     old, new = identity(saved), identity(config)
@@ -246,7 +236,8 @@ def _compare(config: RunConfig, path: epath.Path) -> None:
         )
     if different:
         for before, after in zip(_build([saved]), _build([config]), strict=True):
-            check_extension(before, after)
+            if isinstance(before, Program) and isinstance(after, Program):
+                check_extension(before, after)
 
 
 def load_result(config: RunConfig, path: epath.Path | None) -> Result | None:
@@ -273,7 +264,7 @@ def load_result(config: RunConfig, path: epath.Path | None) -> Result | None:
             claims=claims,
             notes=tuple(data.pop("notes")),
             provenance={
-                **{key: value for key, value in data.items() if key != "figures"},
+                **{key: value for key, value in data.items() if key not in ("figures", "files")},
                 "finished_before": True,
             },
         )
@@ -288,7 +279,7 @@ def _outcome_settings(config: RunConfig) -> dict[str, Any]:
     return {name: value for name, value in flat.items() if fields[name].role != "execution"}
 
 
-def _build(configs: Sequence[RunConfig]) -> list[Program]:
+def _build(configs: Sequence[RunConfig]) -> list[Program | HostProgram]:
     build = registry.experiment_module(configs[0].method).build
     built = [build(config) for config in configs]
     if len(built) == 1:
@@ -298,7 +289,7 @@ def _build(configs: Sequence[RunConfig]) -> list[Program]:
 
 def _execute(
     configs: Sequence[RunConfig],
-    programs: Sequence[Program],
+    programs: Sequence[Program | HostProgram],
     paths: Sequence[epath.Path | None],
     work: epath.Path | None,
     stop: Callable[[], int | None],
@@ -309,12 +300,18 @@ def _execute(
     outcomes: dict[str, Outcome] = {}
     with _observers(config, work) as observer:
         for program in programs:
+            folder = None if work is None else work / "checkpoints"
+            if isinstance(program, HostProgram):
+                outcomes[program.name] = drive_host(
+                    program, seeds, observer=observer, folder=folder, stop=stop
+                )
+                continue
             outcomes[program.name] = drive(
                 program,
                 seeds,
                 _settings(config, work, mesh),
                 observer=observer,
-                folder=None if work is None else work / "checkpoints",
+                folder=folder,
                 stop=stop,
             )
     results, diverged = [], []
@@ -396,6 +393,10 @@ def _write(result: Result, config: RunConfig, path: epath.Path) -> None:
     make_directory(path / "figures")
     for figure in result.figures:
         save(figure, path / "figures" / f"{figure.name}.png")
+    if result.files:
+        make_directory(path / "files")
+    for name, text in result.files.items():
+        write_atomic(path / "files" / name, text)
     command = composition.command_of(config)
     write_atomic(path / "report.md", report_markdown(result, command))
     write_json(path / "result.json", result.to_dict())

@@ -6,6 +6,7 @@ import base64
 import html
 import io
 import re
+import textwrap
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ __all__ = [
     "claim_table_text",
     "make_table",
     "report_markdown",
+    "result_text",
     "table_text",
     "verdict_summary",
 ]
@@ -33,7 +35,7 @@ VERDICT_STYLES = {"holds": "green", "fails": "red", "unclear": "yellow", "findin
 
 _CLAIM_COLUMNS = ("id", "statement", "paper", "ours (95 % interval)", "bound", "verdict")
 _LEAST_WIDTH = 60
-_RESULT_KEYS = ("method", "variant", "metrics", "claims", "figures", "notes")
+_RESULT_KEYS = ("method", "variant", "metrics", "claims", "figures", "notes", "files")
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,7 @@ class Result:
       claims: what was re-tested, with verdicts; ids are unique.
       figures: pictures; names are unique.
       notes: sentences that a reader of the numbers must know.
+      files: texts by file name, for other programs to read: tables, data mixtures.
       provenance: where the numbers come from; the runner adds `compile_seconds`, `run_seconds`,
         `peak_memory_bytes` (by memory kind), `examples_seen`, `seeds` and `machine`.
 
@@ -63,6 +66,7 @@ class Result:
     claims: tuple[Claim, ...] = ()
     figures: tuple[Figure, ...] = ()
     notes: tuple[str, ...] = ()
+    files: Mapping[str, str] = field(default_factory=dict)
     provenance: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -71,6 +75,9 @@ class Result:
             twice = [name for name, count in Counter(found).items() if count > 1]
             if twice:
                 raise ValueError(f"{kind} of {self.method} share a name: {', '.join(twice)}")
+        for name in self.files:
+            if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]*", name):
+                raise ValueError(f"files of {self.method}: {name!r} is no plain file name")
         taken = [key for key in self.provenance if key in _RESULT_KEYS]
         if taken:
             raise ValueError(f"provenance must not use the names {', '.join(taken)}")
@@ -90,6 +97,7 @@ class Result:
                 "claims": [claim.to_dict() for claim in self.claims],
                 "figures": [_figure_path(figure) for figure in self.figures],
                 "notes": self.notes,
+                "files": [_file_path(name) for name in self.files],
                 **self.provenance,
             }
         )
@@ -148,6 +156,25 @@ def claim_table_text(result: Result, width: int = 100) -> str:
     return table_text(claim_table(result, width), width)
 
 
+def result_text(result: Result, width: int = 100) -> str:
+    """What a terminal shows of a result: its claims, or without any its metrics and notes.
+
+    Args:
+      result: what to show.
+      width: columns, at least 60; fewer count as 60.
+    """
+    if result.claims:
+        return claim_table_text(result, width)
+    rows = _metric_rows(result)
+    longest = max((len(name) for name, _ in rows), default=0)
+    lines = [f"  {name:<{longest}}  {value}" for name, value in rows]
+    notes = [
+        textwrap.fill(_one_line(note), max(width, _LEAST_WIDTH), subsequent_indent="  ")
+        for note in result.notes
+    ]
+    return "\n".join([_title(result), *lines, *notes])
+
+
 def report_markdown(result: Result, command: str) -> str:
     """The page report.md of a run directory.
 
@@ -176,6 +203,9 @@ def report_markdown(result: Result, command: str) -> str:
         for figure in result.figures:
             blocks.append(f"![{_escape(figure.title or figure.name)}]({_figure_path(figure)})")
             blocks.append(_paragraph(figure.caption))
+    if result.files:
+        links = [f"- [{_escape(name)}]({_file_path(name)})" for name in result.files]
+        blocks += ["## Files", "\n".join(links)]
     if result.metrics:
         blocks += ["## Metrics", _markdown_table(("metric", "value"), _metric_rows(result))]
     if result.notes:
@@ -259,6 +289,10 @@ def _title(result: Result) -> str:
 
 def _figure_path(figure: Figure) -> str:
     return f"figures/{figure.name}.png"
+
+
+def _file_path(name: str) -> str:
+    return f"files/{name}"
 
 
 def _claim_cells(claim: Claim) -> tuple[str, ...]:

@@ -55,7 +55,7 @@ def decay_matrices(params: Any) -> Any:
 
 def adamw(
     schedule: optax.Schedule,
-    weight_decay: jax.typing.ArrayLike,
+    weight_decay: jax.typing.ArrayLike | optax.Schedule,
     *,
     b1: float = 0.9,
     b2: float = 0.95,
@@ -68,7 +68,8 @@ def adamw(
 
     Args:
       schedule: count of steps done to learning rate; may close over traced arrays.
-      weight_decay: lambda; each step multiplies the weights by 1 - lr * lambda. May be traced.
+      weight_decay: lambda; each step multiplies the weights by 1 - lr * lambda. May be traced;
+        or a schedule of its own.
       b1: decay of the first moment.
       b2: decay of the second moment.
       eps: added to the root of the second moment.

@@ -2,6 +2,8 @@
 
 import pathlib
 
+from typing import Any
+
 import pytest
 
 from jaxlab.errors import UserError
@@ -14,7 +16,8 @@ MISTAKES = [
     (["method=zzz"], "method=zzz: unknown method; allowed: trec"),
     (
         ["variant=txt"],
-        "variant=txt: unknown variant of trec; did you mean text? Allowed: text, mlp",
+        "variant=txt: unknown variant of trec; did you mean text? Allowed: text, mlp, schedules, "
+        "collapse, law, placement, cpt, recipes, plan, measure",
     ),
     (
         ["preset=cpuu"],
@@ -293,9 +296,31 @@ def test_every_preset_of_every_variant_composes(slug):
 
 @pytest.mark.parametrize("slug", list(METHODS))
 def test_every_field_is_described_and_bounded_in_role(slug):
-    for name, info in config_fields(config_class(slug)).items():
-        assert info.description, name
-        assert not (info.traced and info.role != "identity"), name
+    for variant in METHODS[slug].variants:
+        for name, info in config_fields(config_class(slug, variant)).items():
+            assert info.description, name
+            assert info.allowed, name
+            assert not (info.traced and info.role != "identity"), name
+
+
+def composed(*words) -> Any:
+    return composition.compose_config(composition.prepare_overrides(words))
+
+
+def test_studies_have_fields_of_their_own():
+    config = composed("variant=schedules", "taus=[0.1,0.4]", "schedules=[step]")
+    assert config.taus == (0.1, 0.4)
+    assert config.schedules == ("step",)
+    for words, message in {
+        ("variant=plan", "optimizer.peak_lr=1"): r"^optimizer\.peak_lr=1: unknown field",
+        ("variant=schedules", "taus=[0.1,-1]"): r"^taus=-1: must be greater than 0",
+        ("variant=schedules", "taus=[]"): r"^taus=.*at least 1 item",
+        ("variant=law", "taus=[0.1,0.1]"): r"^taus=\[0\.1, 0\.1\]: must differ",
+        ("variant=collapse", "batch_size=33"): r"^batch_size=33: must be even",
+        ("variant=placement", "num_segments=7"): r"^num_segments=7: must divide steps=1000",
+    }.items():
+        with pytest.raises(UserError, match=message):
+            composed(*words)
 
 
 def test_the_command_reproduces_the_configuration():

@@ -3,35 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 
 from jaxlab.experiments.trec.config import Config
+from jaxlab.experiments.trec.scoring import (
+    binned_correlation,
+    cross_fit,
+    curve_claim,
+    fit_affine,
+    halves_of,
+)
 from jaxlab.methods import trec
-from jaxlab.reporting.claims import Claim, Direction, bootstrap_t_interval
+from jaxlab.reporting.claims import Claim, Direction
 from jaxlab.reporting.figures import Figure, Panel, Series
 from jaxlab.reporting.report import Result
 
-__all__ = ["conclude", "reference_replicate"]
+__all__ = ["conclude"]
 
-_NUM_RESAMPLES = 10_000
 _PAPER = "arXiv 2509.25380, law of the exponent: r = 0.966 (111M) to 0.986 (3.3B), smoothed"
 _STEP_LABEL = "training fraction t/T"
-
-
-class _Scores(NamedTuple):
-    """How well curves are predicted; each an array `[curve]`.
-
-    Attributes:
-      r: correlation of the binned prediction and the binned measurement.
-      gain: what `r` has over the correlation at m = 0, EMA coefficients alone.
-      gap: distance of predicted and measured valley, as a share of the run.
-    """
-
-    r: np.ndarray
-    gain: np.ndarray
-    gap: np.ndarray
 
 
 def conclude(config: Config, arrays: Mapping[str, Mapping[str, np.ndarray]]) -> Result:
@@ -52,7 +44,7 @@ def conclude(config: Config, arrays: Mapping[str, Mapping[str, np.ndarray]]) -> 
         curves = loss - found["replay/reference_loss"].astype(np.float64)
     mean = curves.mean(axis=0)
     fit = trec.fit_training_fraction(mean, coefficients, p=config.power, num_bins=config.num_bins)
-    halves = _halves(len(curves))
+    halves = halves_of(len(curves))
     claims: list[Claim] = []
     if halves is not None:
         claims += _claims(config, curves, coefficients, halves)
@@ -62,7 +54,7 @@ def conclude(config: Config, arrays: Mapping[str, Mapping[str, np.ndarray]]) -> 
     metrics = {
         "m": fit.m,
         "r at m": fit.r,
-        "r at m=0": _correlation(config, mean, coefficients, 0.0),
+        "r at m=0": binned_correlation(config, mean, coefficients, 0.0),
         "measured valley": float(
             trec.valley(trec.bin_curve(mean, config.num_bins)[0], num_steps=config.steps)
         ),
@@ -85,30 +77,6 @@ def conclude(config: Config, arrays: Mapping[str, Mapping[str, np.ndarray]]) -> 
         figures=_figures(config, found, curves, coefficients, fit.m),
         notes=notes,
     )
-
-
-def _halves(replicates: int) -> tuple[np.ndarray, np.ndarray] | None:
-    """The first and the second half of the seeds; None if there is only one."""
-    if replicates < 2:
-        return None
-    places = np.arange(replicates)
-    return places[: replicates // 2], places[replicates // 2 :]
-
-
-def reference_replicate(replicate: int, replicates: int) -> int:
-    """Whose model is the reference of a replicate's curve.
-
-    The next one of the same half, so that the halves share no model and one can be predicted
-    from the other; with fewer than four replicates the next one of all.
-
-    >>> [reference_replicate(r, 4) for r in range(4)], [reference_replicate(r, 3) for r in range(3)]
-    ([1, 0, 3, 2], [1, 2, 0])
-    """
-    if replicates < 4:
-        return (replicate + 1) % replicates
-    half = replicates // 2
-    first, size = (0, half) if replicate < half else (half, replicates - half)
-    return first + (replicate - first + 1) % size
 
 
 def _claims(
@@ -145,9 +113,9 @@ def _claims(
             "arXiv 2509.25380, placement: best segments lie where predicted; piloted here",
         ),
     )
-    estimate, spread, seeds = _cross_fit(config, curves, coefficients, halves)
+    estimate, spread, seeds = cross_fit(config, curves, coefficients, halves)
     return [
-        _claim(
+        curve_claim(
             id,
             getattr(estimate, field)[0],
             getattr(spread, field),
@@ -171,8 +139,8 @@ def _without_reference(
     halves: tuple[np.ndarray, np.ndarray],
 ) -> Claim:
     """The curve as the paper measures it."""
-    estimate, spread, seeds = _cross_fit(config, loss, coefficients, halves)
-    return _claim(
+    estimate, spread, seeds = cross_fit(config, loss, coefficients, halves)
+    return curve_claim(
         f"trec.shape.{config.variant}.without_reference",
         estimate.r[0],
         spread.r,
@@ -185,101 +153,6 @@ def _without_reference(
         correlation=True,
         statement="The same correlation when no reference model's loss is subtracted",
     )
-
-
-def _claim(
-    id: str,
-    estimate: float,
-    spread: np.ndarray,
-    seeds: np.ndarray,
-    halves: tuple[np.ndarray, np.ndarray],
-    *,
-    correlation: bool,
-    **text: Any,
-) -> Claim:
-    sizes = [len(half) for half in halves]
-    transform = "fisher" if correlation else "none"
-    low, high = bootstrap_t_interval(float(estimate), spread, sizes, transform=transform)
-    if text["direction"] == "<=":
-        low = max(low, 0.0) if np.isfinite(low) else low  # a distance
-    values = tuple(seeds.tolist())
-    return Claim(
-        id=id, unit="seed", values=values, mean=float(estimate), low=low, high=high, **text
-    )
-
-
-def _cross_fit(
-    config: Config,
-    curves: np.ndarray,
-    coefficients: np.ndarray,
-    halves: tuple[np.ndarray, np.ndarray],
-) -> tuple[_Scores, _Scores, _Scores]:
-    """Fits m on each half of the seeds and scores it on the other.
-
-    Returns:
-      Scores, averaged over both ways, of the halves' mean curves `[1]` and of resampled seeds
-      `[samples]` (NaN where a half has a single seed, whose spread is unknown); and of every
-      seed's own curve `[replicate]`.
-    """
-    first, second = (curves[half] for half in halves)
-    means = first.mean(axis=0)[None], second.mean(axis=0)[None]
-    estimate = _both_ways(config, *means, coefficients)
-    one = _score(config, first, _exponents(config, means[1], coefficients), coefficients)
-    two = _score(config, second, _exponents(config, means[0], coefficients), coefficients)
-    seeds = _Scores(*(np.concatenate(pair) for pair in zip(one, two, strict=True)))
-    if len(first) < 2:
-        unknown = _Scores(*(np.full(_NUM_RESAMPLES, np.nan) for _ in _Scores._fields))
-        return estimate, unknown, seeds
-    draw = np.random.default_rng(0)
-    counts = [
-        np.stack(
-            [
-                np.bincount(row, minlength=len(half))
-                for row in draw.integers(len(half), size=(_NUM_RESAMPLES, len(half)))
-            ]
-        )
-        for half in halves
-    ]
-    # Few draws differ when seeds are few: every distinct one is fitted once.
-    distinct, place = np.unique(np.concatenate(counts, axis=1), axis=0, return_inverse=True)
-    weights = np.split(distinct, [len(first)], axis=1)
-    resampled = [w @ half / len(half) for w, half in zip(weights, (first, second), strict=True)]
-    spread = _both_ways(config, resampled[0], resampled[1], coefficients)
-    return estimate, _Scores(*(value[place.reshape(-1)] for value in spread)), seeds
-
-
-def _both_ways(
-    config: Config, first: np.ndarray, second: np.ndarray, coefficients: np.ndarray
-) -> _Scores:
-    one = _score(config, first, _exponents(config, second, coefficients), coefficients)
-    two = _score(config, second, _exponents(config, first, coefficients), coefficients)
-    return _Scores(*((a + b) / 2 for a, b in zip(one, two, strict=True)))
-
-
-def _exponents(config: Config, curves: np.ndarray, coefficients: np.ndarray) -> np.ndarray:
-    fit = trec.fit_training_fraction(curves, coefficients, p=config.power, num_bins=config.num_bins)
-    return np.atleast_1d(fit.m)
-
-
-def _score(
-    config: Config, curves: np.ndarray, exponents: np.ndarray, coefficients: np.ndarray
-) -> _Scores:
-    """Scores `[N]` of curves `[N, T]` by exponents `[N]`, or by one for all."""
-    measured = trec.bin_curve(curves, config.num_bins)[0]
-    predicted = np.stack([trec.predict_trec(coefficients, m=m, p=config.power) for m in exponents])
-    alone = trec.predict_trec(coefficients, m=0.0, p=config.power)[None]
-    r, r_alone = (
-        trec.pearson(trec.bin_curve(curve, config.num_bins)[0], measured)
-        for curve in (predicted, alone)
-    )
-    gap = trec.valley(predicted) - trec.valley(measured, num_steps=config.steps)
-    return _Scores(r, r - r_alone, np.abs(gap))
-
-
-def _correlation(config: Config, mean: np.ndarray, coefficients: np.ndarray, m: float) -> float:
-    predicted = trec.predict_trec(coefficients, m=m, p=config.power)
-    pair = [trec.bin_curve(curve, config.num_bins)[0] for curve in (predicted, mean)]
-    return float(trec.pearson(*pair))
 
 
 def _notes(config: Config, fit: trec.TrainingFractionFit) -> tuple[str, ...]:
@@ -334,7 +207,7 @@ def _comparison_figure(
     )
     for label, exponent, style in kinds:
         predicted = trec.predict_trec(coefficients, m=exponent, p=config.power)
-        scaled = _fit_affine(trec.bin_curve(predicted, config.num_bins)[0], measured)
+        scaled = fit_affine(trec.bin_curve(predicted, config.num_bins)[0], measured)
         lines.append(Series(label, _centres(config), scaled, style=style))
     points = Series(
         f"measured, {len(curves)} seeds",
@@ -392,10 +265,3 @@ def _coefficients_figure(config: Config, alphas: np.ndarray, coefficients: np.nd
         "Left: weight of each step's update in the final weights, from the optimiser state. "
         f"Right: the schedule ({config.optimizer.schedule}, tau = {config.optimizer.tau:g}).",
     )
-
-
-def _fit_affine(curve: np.ndarray, target: np.ndarray) -> np.ndarray:
-    """`curve`, scaled by a factor that is not negative and shifted to lie closest to `target`."""
-    centred = curve - curve.mean()
-    slope = max(0.0, float(centred @ (target - target.mean())) / float(centred @ centred))
-    return target.mean() + slope * centred

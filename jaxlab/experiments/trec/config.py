@@ -7,8 +7,16 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from jaxlab.experiments.base import RunConfig, configuration, option
+from jaxlab.experiments.trec.study_config import (
+    CollapseConfig,
+    CptConfig,
+    LawConfig,
+    PlacementConfig,
+    SchedulesConfig,
+)
+from jaxlab.experiments.trec.tool_config import MeasureConfig, PlanConfig, RecipesConfig
 
-__all__ = ["Config", "DataConfig", "ModelConfig", "OptimizerConfig"]
+__all__ = ["CONFIGS", "Config", "DataConfig", "ModelConfig", "OptimizerConfig"]
 
 # Sparser rows leave a chain of fewer states without paths between its states for some seeds.
 _SPARSE, _MANY_STATES = 0.1, 32
@@ -227,3 +235,18 @@ class Config(RunConfig):
                 f"{_MANY_STATES} states (data.vocab_size={data.vocab_size}), whose chain could "
                 "fall apart"
             )
+
+
+CONFIGS: dict[str, type[RunConfig]] = {
+    "text": Config,
+    "mlp": Config,
+    "schedules": SchedulesConfig,
+    "collapse": CollapseConfig,
+    "law": LawConfig,
+    "placement": PlacementConfig,
+    "cpt": CptConfig,
+    "recipes": RecipesConfig,
+    "plan": PlanConfig,
+    "measure": MeasureConfig,
+}
+"""The class of each study's settings."""
