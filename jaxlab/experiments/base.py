@@ -18,7 +18,16 @@ import hashlib
 import json
 import os
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, TypeVar, dataclass_transform, get_args, get_origin
+from typing import (
+    Annotated,
+    Any,
+    ClassVar,
+    Literal,
+    TypeVar,
+    dataclass_transform,
+    get_args,
+    get_origin,
+)
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, TypeAdapter
 from pydantic.dataclasses import dataclass as pydantic_dataclass
@@ -125,7 +134,14 @@ class DistributedConfig:
 
 @configuration
 class RunConfig:
-    """Fields that every method has."""
+    """Fields that every method has.
+
+    Attributes:
+      keeps_results: whether a finished run is found again; False for what depends on more than its
+        settings and is computed anew.
+    """
+
+    keeps_results: ClassVar[bool] = True
 
     method: Annotated[str, option("Which paper's method to run.")]
     variant: Annotated[str, option("Which study of the method.")]

@@ -156,6 +156,8 @@ def _finished(
         if path is not None:
             _check_foreign(path)
             _compare(config, path)
+    if not configs[0].keeps_results:
+        return None
     known = [load_result(config, path) for config, path in pairs]
     found = [result for result in known if result is not None]
     return found if len(found) == len(known) else None

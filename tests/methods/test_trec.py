@@ -213,8 +213,13 @@ def test_independent_weight_decay():
     lrs = trec.schedule_values("d2z", 10, 0.1)
     alphas = trec.adamw_alphas(lrs, 0.03, decay_scaled_by_lr=False)
     np.testing.assert_array_equal(alphas, np.full(10, 0.03))
+    # Each update is scaled by its learning rate, and then decays at the same pace.
     c = trec.coefficients_from_schedule(lrs, 0.03, decay_scaled_by_lr=False)
-    np.testing.assert_allclose(c, trec.ema_coefficients(np.full(10, 0.03)))
+    expected = lrs * 0.97 ** np.arange(9, -1, -1.0)
+    np.testing.assert_allclose(c / c.sum(), expected / expected.sum(), rtol=1e-12)
+    np.testing.assert_allclose(c.sum(), 1 - 0.97**10, rtol=1e-12)
+    c = trec.coefficients_from_schedule(np.full(10, 0.1), 0.03, decay_scaled_by_lr=False)
+    np.testing.assert_allclose(c, trec.ema_coefficients(np.full(10, 0.03)), rtol=1e-12)
 
 
 def test_without_weight_decay_rates_are_the_weights():

@@ -101,9 +101,7 @@ def test_other_data_are_refused(tmp_path):
     folder = epath.Path(tmp_path)
     drive_host(counting_program([]), [1], observer=Silent(), folder=folder)
     with pytest.raises(UserError, match=r"^data=other: the run was started on other data \(data\)"):
-        drive_host(
-            counting_program([], fingerprint="other"), [1], observer=Silent(), folder=folder
-        )
+        drive_host(counting_program([], fingerprint="other"), [1], observer=Silent(), folder=folder)
 
 
 def test_the_files_hold_valid_records(tmp_path):

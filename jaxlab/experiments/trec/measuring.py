@@ -30,7 +30,6 @@ from jaxlab.training.program import Program
 
 __all__ = ["build", "conclude"]
 
-_NAME = "measure"
 _MAX_PANELS = 6
 
 
@@ -54,6 +53,11 @@ class _Run(NamedTuple):
         """Trials times replicates."""
         return self.program.num_trials * self.config.replicates
 
+    def name(self, config: MeasureConfig) -> str:
+        """Names the items: another length of theirs, or a run that was extended, has others."""
+        run = f"{identity_digest(self.config)}-{self.lanes}x{self.program.num_steps}"
+        return f"{run}-{config.steps_per_item}"
+
 
 def build(config: MeasureConfig) -> list[HostProgram]:
     """One host program, whose items are stretches of steps, lane by lane.
@@ -66,12 +70,11 @@ def build(config: MeasureConfig) -> list[HostProgram]:
     chunks = math.ceil(steps / config.steps_per_item)
     return [
         HostProgram(
-            name=_NAME,
+            name=run.name(config),
             num_trials=1,
             num_items=run.lanes * chunks,
             prepare=lambda: _prepare(config, run, chunks),
-            # Another length of the stretches makes other items of the same curve.
-            fingerprint=f"{identity_digest(run.config)}, {config.steps_per_item} steps an item",
+            fingerprint=run.program.fingerprint,
             examples_per_item=config.steps_per_item * run.program.examples_per_step,
         )
     ]
@@ -223,7 +226,7 @@ def conclude(config: MeasureConfig, arrays: Mapping[str, Mapping[str, np.ndarray
       Metrics, a figure with a panel for each of the first trials, and `trec.csv` with all curves.
     """
     run = _find_run(config)
-    curves = _curves(run, arrays[_NAME], config.reference == "next")
+    curves = _curves(run, arrays[run.name(config)], config.reference == "next")
     metrics: dict[str, float] = {}
     panels = []
     for trial, curve in enumerate(curves):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from jaxlab.errors import UserError
 from jaxlab.experiments.base import RunConfig, configuration, identity_digest, option
@@ -16,15 +16,18 @@ _M = "Training-fraction exponent; null: the law, from tokens per parameter and t
 class PlanConfig(RunConfig):
     """From a training recipe to a curriculum."""
 
+    keeps_results: ClassVar[bool] = False  # the recipe may have changed
+
     method: Annotated[Literal["trec"], option("This method.")] = "trec"
     variant: Annotated[Literal["plan"], option("This tool.")] = "plan"
     recipe: Annotated[
         str, option("A recipe's YAML file, or the name of a shipped one.", min_length=1)
     ] = "olmo2-13b"
     fraction: Annotated[
-        float, option("Share of the steps that have high-quality data.", gt=0, le=1)
+        float, option("Share of the run that has high-quality data.", gt=0, le=1)
     ] = 0.1
-    m: Annotated[float | None, option(_M, ge=0, le=12)] = None
+    fraction_of: Annotated[Literal["steps", "tokens"], option("What that is a share of.")] = "steps"
+    m: Annotated[float | None, option(_M, ge=0, le=100)] = None
     power: Annotated[float, option("Exponent p of the EMA coefficient.", gt=0, le=4)] = 0.5
     phase: Annotated[
         int | None,
@@ -43,9 +46,11 @@ class PlanConfig(RunConfig):
 class RecipesConfig(RunConfig):
     """Where published recipes put their best data, and where the prediction would have."""
 
+    keeps_results: ClassVar[bool] = False  # shipped ones may have changed
+
     method: Annotated[Literal["trec"], option("This method.")] = "trec"
     variant: Annotated[Literal["recipes"], option("This tool.")] = "recipes"
-    m: Annotated[float | None, option(_M, ge=0, le=12)] = None
+    m: Annotated[float | None, option(_M, ge=0, le=100)] = None
     power: Annotated[float, option("Exponent p of the EMA coefficient.", gt=0, le=4)] = 0.5
     replicates: Annotated[
         int, option("Recipes are computed, not measured: one.", role="extent", ge=1, le=1)
@@ -55,6 +60,8 @@ class RecipesConfig(RunConfig):
 @configuration
 class MeasureConfig(RunConfig):
     """The curve of a finished run, from its own checkpoint and data."""
+
+    keeps_results: ClassVar[bool] = False  # the run may have been extended
 
     method: Annotated[Literal["trec"], option("This method.")] = "trec"
     variant: Annotated[Literal["measure"], option("This tool.")] = "measure"

@@ -28,13 +28,17 @@ A plan, before any training:
 >>> c = coefficients_from_schedule(lrs, weight_decay)
 >>> place_block(predict_trec(c, m=2.0), fraction=0.1)
 (600, 700)
+
+A recipe of several phases, with its own placement of good data: `Recipe` and `analyze_recipe`.
 """
 
 from __future__ import annotations
 
 from jaxlab.methods.trec.closed_form import (
     d2z_valley,
+    ema_peak,
     linear_ema_peak,
+    predicted_valley,
     step_critical_timescale,
     wsd_ema_peak,
 )
@@ -46,14 +50,15 @@ from jaxlab.methods.trec.curves import (
     valley,
 )
 from jaxlab.methods.trec.ema import (
-    TraceEmaState,
     adamw_alphas,
     adamw_timescale,
     coefficients_from_schedule,
     ema_coefficients,
-    ema_from_opt_state,
+    exponential_averaging,
     momentum_coefficients,
-    trace_ema,
+    recommended_timescale,
+    sum_repeats,
+    update_coefficients,
     weight_decay_for_timescale,
 )
 from jaxlab.methods.trec.placement import curriculum, place_block, place_lowest
@@ -61,26 +66,45 @@ from jaxlab.methods.trec.prediction import (
     SMALL_LM_LAW,
     PowerLaw,
     TrainingFractionFit,
+    effective_tpp,
     fit_power_law,
     fit_training_fraction,
     predict_trec,
 )
+from jaxlab.methods.trec.recipe_analysis import (
+    RecipeReport,
+    WindowReport,
+    analyze_recipe,
+    evaluate_window,
+)
+from jaxlab.methods.trec.recipes import Phase, Recipe, RecipeSteps, recipe_steps
+from jaxlab.methods.trec.trace import TraceEmaState, ema_from_opt_state, trace_ema
 from jaxlab.ops.schedules import make_schedule, schedule_values
 
 __all__ = [
     "SMALL_LM_LAW",
+    "Phase",
     "PowerLaw",
+    "Recipe",
+    "RecipeReport",
+    "RecipeSteps",
     "TraceEmaState",
     "TrainingFractionFit",
+    "WindowReport",
     "adamw_alphas",
     "adamw_timescale",
+    "analyze_recipe",
     "bin_curve",
     "coefficients_from_schedule",
     "compute_trec",
     "curriculum",
     "d2z_valley",
+    "effective_tpp",
     "ema_coefficients",
     "ema_from_opt_state",
+    "ema_peak",
+    "evaluate_window",
+    "exponential_averaging",
     "fit_power_law",
     "fit_training_fraction",
     "linear_ema_peak",
@@ -90,10 +114,15 @@ __all__ = [
     "place_block",
     "place_lowest",
     "predict_trec",
+    "predicted_valley",
+    "recipe_steps",
+    "recommended_timescale",
     "reevaluation_loss",
     "schedule_values",
     "step_critical_timescale",
+    "sum_repeats",
     "trace_ema",
+    "update_coefficients",
     "valley",
     "weight_decay_for_timescale",
     "wsd_ema_peak",

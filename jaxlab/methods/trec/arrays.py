@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ __all__ = [
     "Curve",
     "Curves",
     "Scalars",
+    "accumulate_back",
     "check_curve",
     "check_lengths",
     "check_positive",
@@ -57,6 +59,27 @@ def fractions(xp: Any, curve: Any) -> Any:
     length = curve.shape[-1]
     steps = xp.arange(1, length + 1, dtype=curve.dtype) / length
     return steps.reshape((1,) * (curve.ndim - 1) + (length,))
+
+
+def accumulate_back(xp: Any, add: Any, keep: Any) -> Any:
+    """`y_i = add_i + keep_i y_{i+1}` along the last axis, from its end; all [..., T]."""
+
+    def step(later: Any, terms: tuple[Any, Any]) -> Any:
+        return terms[0] + terms[1] * later
+
+    if xp is np:
+        sums = np.empty(add.shape)
+        flat = (x.reshape(-1, add.shape[-1])[:, ::-1] for x in (add, keep, sums))
+        for terms, factors, row in zip(*flat, strict=True):
+            pairs = zip(terms.tolist(), factors.tolist(), strict=True)
+            totals = itertools.accumulate(pairs, step, initial=0.0)
+            next(totals)
+            row[:] = np.fromiter(totals, np.float64, len(row))
+        return sums
+    terms = jnp.moveaxis(add, -1, 0), jnp.moveaxis(keep, -1, 0)
+    start = jnp.zeros(add.shape[:-1], add.dtype)
+    _, sums = jax.lax.scan(lambda y, x: (step(y, x),) * 2, start, terms, reverse=True)
+    return jnp.moveaxis(sums, 0, -1)
 
 
 def split(xp: Any, name: str, curve: Any, num_bins: int) -> Any:

@@ -1,46 +1,51 @@
-"""AdamW as an exponential moving average of its updates: coefficients and their recording."""
+"""AdamW as an exponential moving average of its updates: the coefficients of updates."""
 
 from __future__ import annotations
 
-import itertools
 import math
 import warnings
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.core import Tracer
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array, Int
 
 from jaxlab.methods.trec.arrays import (
     Curve,
     Curves,
     Scalars,
+    accumulate_back,
     check_curve,
+    check_lengths,
     check_positive,
     check_steps,
+    check_unit,
     operands,
     plain,
 )
 
 __all__ = [
-    "TraceEmaState",
     "adamw_alphas",
     "adamw_timescale",
     "coefficients_from_schedule",
     "ema_coefficients",
-    "ema_from_opt_state",
+    "exponential_averaging",
     "momentum_coefficients",
-    "trace_ema",
+    "recommended_timescale",
+    "sum_repeats",
+    "update_coefficients",
     "weight_decay_for_timescale",
 ]
 
 _ALPHA_RANGE = "lr * weight_decay must lie in [0, 1)"
 
 
-def ema_coefficients(alphas: Curves, *, initial: bool = False) -> Any:
+def ema_coefficients(
+    alphas: Curves, *, averaging: Curves | None = None, initial: bool = False
+) -> Any:
     """The weight of every update in the final weights. Host or graph.
 
     AdamW, `theta_t = (1 - alpha_t) theta_{t-1} + alpha_t x_t` with `alpha_t = lr_t * weight_decay`
@@ -52,9 +57,16 @@ def ema_coefficients(alphas: Curves, *, initial: bool = False) -> Any:
     The coefficients are at least 0 and sum to 1 with `c_0`. For several phases of training
     (pre-training, annealing, continued pre-training), concatenate their alphas.
 
+    Where an average of the weights is evaluated, `sum_t w_t theta_t` (Polyak averaging, an
+    exponential moving average of the weights, checkpoint averaging), its coefficients are those of
+    every step's weights in the same average, `sum_t w_t c_{t,i}`; this is exact, in O(T).
+
     Args:
       alphas: smoothing factors [..., T], each in [0, 1). Only the host checks the range; in the
         graph a value above 1 gives NaN.
+      averaging: weights `w` [T] of the steps' weights in the evaluated average, at least 0, e.g.
+        from `exponential_averaging`; or [T + 1], with that of the initial parameters first.
+        They should sum to 1. None: the final weights are evaluated.
       initial: also return `c_0`, the weight of the initial parameters.
 
     Returns:
@@ -62,25 +74,55 @@ def ema_coefficients(alphas: Curves, *, initial: bool = False) -> Any:
       as sums of `log1p(-alpha)`, in O(T).
 
     Raises:
-      ValueError: an alpha outside [0, 1); the message names the step, counted from 1.
+      ValueError: an alpha outside [0, 1); the message names the step, counted from 1. A wrong
+        number of averaging weights, or (host) a negative one.
 
-    Source: arXiv 2509.25380, section on AdamW's EMA view.
+    Source: arXiv 2509.25380, section on AdamW's EMA view; the average of weights is ours.
 
     Example:
       >>> ema_coefficients([0.5, 0.5, 0.5])
       array([0.125, 0.25 , 0.5  ])
+      >>> ema_coefficients([0.5, 0.5, 0.5], averaging=[0.0, 0.5, 0.5])
+      array([0.1875, 0.375 , 0.25  ])
     """
-    xp, (alpha,) = operands(alphas)
+    xp, values = operands(alphas, *(() if averaging is None else (averaging,)))
+    alpha = values[0]
     check_curve("alphas", alpha)
     if xp is np:
         check_steps("alphas", alpha, (alpha >= 0) & (alpha < 1), _ALPHA_RANGE)
-        suffix = np.flip(np.cumsum(np.flip(np.log1p(-alpha), -1), -1), -1)
-    else:
-        suffix = jax.lax.cumsum(jnp.log1p(-alpha), axis=alpha.ndim - 1, reverse=True)
-    # suffix[i] = log prod_{j >= i} (1 - alpha_j), with a last entry for the empty product.
-    suffix = xp.concatenate([suffix, xp.zeros_like(alpha, shape=(*alpha.shape[:-1], 1))], -1)
-    c = alpha * xp.exp(suffix[..., 1:])
-    return (c, plain(xp, xp.exp(suffix[..., 0]))) if initial else c
+    kept = _kept(xp, alpha, None if averaging is None else values[1])
+    c = alpha * kept[..., 1:]
+    return (c, plain(xp, kept[..., 0])) if initial else c
+
+
+def _kept(xp: Any, alpha: Any, averaging: Any) -> Any:
+    """What the evaluated weights keep of the initial parameters and every update [..., T + 1].
+
+    Entry `i` is `prod_{j > i} (1 - alpha_j)`, or for an average
+    `sum_{t >= i} w_t prod_{i < j <= t} (1 - alpha_j)`.
+    """
+    none = xp.zeros_like(alpha, shape=(*alpha.shape[:-1], 1))
+    if averaging is None:
+        if xp is np:
+            suffix = np.flip(np.cumsum(np.flip(np.log1p(-alpha), -1), -1), -1)
+        else:
+            suffix = jax.lax.cumsum(jnp.log1p(-alpha), axis=alpha.ndim - 1, reverse=True)
+        return xp.exp(xp.concatenate([suffix, none], -1))
+    length = alpha.shape[-1]
+    if averaging.ndim != 1 or averaging.shape[0] not in (length, length + 1):
+        raise ValueError(
+            f"averaging of shape {averaging.shape}: must hold a weight for each of the {length} "
+            "steps, or before them one more for the initial parameters"
+        )
+    if xp is np:
+        check_steps("averaging", averaging, averaging >= 0, "must not be negative")
+    missing = xp.zeros_like(averaging, shape=(length + 1 - averaging.shape[0],))
+    weights = xp.concatenate([missing, averaging])
+    return accumulate_back(
+        xp,
+        xp.broadcast_to(weights, (*alpha.shape[:-1], length + 1)),
+        xp.concatenate([1 - alpha, none], -1),
+    )
 
 
 def adamw_alphas(
@@ -117,43 +159,174 @@ def adamw_alphas(
     return alphas
 
 
+def update_coefficients(
+    lrs: Curves,
+    alphas: Curves,
+    *,
+    averaging: Curves | None = None,
+    initial: bool = False,
+) -> Any:
+    """The weight of every Adam update in the final weights, for any weight decay. Host or graph.
+
+    `theta_t = (1 - alpha_t) theta_{t-1} - lr_t u_t` ends at
+    `theta_T = c_0 theta_0 - k sum_t c_t u_t` with `c_t` proportional to
+    `lr_t prod_{j > t} (1 - alpha_j)`. While the weight decay is constant and multiplied by the
+    learning rate, this is `ema_coefficients(alphas)` and `k = 1 / weight_decay`. In all other
+    cases the `x_t` of that moving average differ in scale, and it is the updates that compare:
+    a weight decay that changes between phases, is independent of the learning rate, or is 0.
+
+    Args:
+      lrs: learning rates [..., T], at least 0.
+      alphas: smoothing factors [..., T], see `adamw_alphas`.
+      averaging: see `ema_coefficients`.
+      initial: also return `c_0`, the weight of the initial parameters.
+
+    Returns:
+      `c` [..., T], scaled to the sum of `ema_coefficients(alphas)`, that is `1 - c_0`; where all
+      alphas are 0, to the sum 1. Or `(c, c_0)`, as `ema_coefficients`.
+
+    Raises:
+      ValueError: as `ema_coefficients`, or lengths differ, or (host) a learning rate is negative
+        or all of a run are 0.
+    """
+    xp, (lr, alpha, *rest) = operands(lrs, alphas, *(() if averaging is None else (averaging,)))
+    check_curve("lrs", lr)
+    check_curve("alphas", alpha)
+    check_lengths("lrs", lr, "alphas", alpha)
+    if xp is np:
+        check_steps("lrs", lr, lr >= 0, "learning rates must not be negative")
+        check_steps("alphas", alpha, (alpha >= 0) & (alpha < 1), _ALPHA_RANGE)
+        if not np.all(lr.sum(-1) > 0):
+            raise ValueError("lrs=0 at every step: at least one learning rate must be positive")
+    kept = _kept(xp, alpha, rest[0] if rest else None)
+    weight = lr * kept[..., 1:]
+    total = xp.sum(weight, axis=-1, keepdims=True)
+    mass = xp.sum(alpha * kept[..., 1:], axis=-1, keepdims=True)
+    one = xp.ones_like(mass)
+    c = weight * xp.where(mass > 0, mass, one) / xp.where(total > 0, total, one)
+    return (c, plain(xp, kept[..., 0])) if initial else c
+
+
 def coefficients_from_schedule(
     lrs: Curves,
     weight_decay: Scalars,
     *,
     decay_scaled_by_lr: bool = True,
+    averaging: Curves | None = None,
 ) -> Any:
-    """EMA coefficients of a schedule, also without weight decay. Host or graph.
+    """Coefficients of a schedule's updates, also without weight decay. Host or graph.
 
-    As the weight decay goes to 0, `c_t / weight_decay` goes to `lr_t`: plain Adam weighs its
-    updates by the learning rate. A run whose alphas are all 0 therefore gets its learning rates,
-    normalised to sum 1, which serve as well, since predictions are compared by Pearson
-    correlation and ignore scale. The host warns when it does so; the graph cannot.
+    The `update_coefficients` of `adamw_alphas`. As the weight decay goes to 0, they become
+    proportional to the learning rates: plain Adam weighs its updates by them. A run without weight
+    decay therefore gets its learning rates, normalised to sum 1, which serve as well, since
+    predictions are compared by Pearson correlation and ignore scale. The host warns when it does
+    so; the graph cannot.
 
     Args:
       lrs: learning rates [..., T].
       weight_decay: lambda; see `adamw_alphas`.
       decay_scaled_by_lr: see `adamw_alphas`.
+      averaging: see `ema_coefficients`.
 
     Returns:
       `c` [..., T].
 
     Raises:
-      ValueError: as `adamw_alphas`, or (host) all learning rates of a run are 0.
+      ValueError: as `adamw_alphas` and `update_coefficients`.
     """
     xp, (lr, decay) = operands(lrs, weight_decay)
     alphas = adamw_alphas(lr, decay, decay_scaled_by_lr=decay_scaled_by_lr)
-    undecayed = ~xp.any(alphas > 0, axis=-1, keepdims=True)
-    total = xp.sum(lr, axis=-1, keepdims=True)
-    if xp is np and undecayed.any():
-        if (total[undecayed] == 0).any():
-            raise ValueError("lrs=0 at every step: at least one learning rate must be positive")
+    if xp is np and lr.any(-1).all() and not alphas.any(-1).all():
         warnings.warn(
             "weight_decay=0: AdamW keeps no moving average; using the normalised learning rates",
             stacklevel=2,
         )
-    by_lr = lr / xp.where(total > 0, total, xp.ones_like(total))
-    return xp.where(undecayed, by_lr, ema_coefficients(alphas))
+    return update_coefficients(lr, alphas, averaging=averaging)
+
+
+def exponential_averaging(
+    num_steps: int, decay: float, *, from_initial: bool = False
+) -> np.ndarray:
+    """The steps' weights in an exponential moving average of the weights. Host.
+
+    `a_t = decay a_{t-1} + (1 - decay) theta_t`, evaluated after step `T`.
+
+    Args:
+      num_steps: steps `T`, at least 1.
+      decay: in [0, 1); 0 gives the final weights.
+      from_initial: False: the average starts at zero and is corrected for it, as `optax.ema` does
+        by default: `a_T / (1 - decay^T)`. True: it starts at the initial parameters.
+
+    Returns:
+      Weights that sum to 1, [T]; from the initial parameters [T + 1], theirs first. For the
+      `averaging` of `ema_coefficients` and others.
+
+    Raises:
+      ValueError: an argument is out of range.
+
+    Example:
+      >>> exponential_averaging(2, 0.5, from_initial=True)
+      array([0.25, 0.25, 0.5 ])
+    """
+    if num_steps < 1:
+        raise ValueError(f"num_steps={num_steps}: must be at least 1")
+    check_unit("decay", decay, below_one=True)
+    weights = (1 - decay) * decay ** np.arange(num_steps - 1, -1, -1.0)
+    if from_initial:
+        return np.concatenate([[decay**num_steps], weights])
+    return weights / weights.sum()
+
+
+def sum_repeats(
+    c: Curves,
+    batch_ids: np.ndarray | Int[Array, " steps"] | Sequence[int],
+    num_batches: int | None = None,
+) -> Any:
+    """The coefficients of batches that training sees several times. Host or graph.
+
+    The final weights hold every one of a batch's updates, so its coefficients add up. (The paper
+    trains for a single epoch.)
+
+    Args:
+      c: coefficients [..., T].
+      batch_ids: the batch of each step, integers [T] from 0.
+      num_batches: batches `N`; by default one more than the largest id, which must then be known
+        while tracing. The graph leaves out ids beyond.
+
+    Returns:
+      Sums [..., N]; 0 for batches that are never seen.
+
+    Raises:
+      ValueError: the ids are not one row of T integers, or (host) lie outside [0, N).
+
+    Example:
+      >>> sum_repeats([0.1, 0.2, 0.3, 0.4], [0, 1, 0, 1])
+      array([0.4, 0.6])
+    """
+    xp, (values,) = operands(c)
+    check_curve("c", values)
+    known = not isinstance(batch_ids, Tracer)
+    ids: Any = np.asarray(batch_ids) if known else batch_ids
+    if ids.shape != values.shape[-1:] or not jnp.issubdtype(ids.dtype, jnp.integer):
+        raise ValueError(
+            f"batch_ids of shape {ids.shape} and type {ids.dtype}: must be integers of shape "
+            f"({values.shape[-1]},)"
+        )
+    if num_batches is None:
+        if not known:
+            raise ValueError("num_batches=None: must be given where batch_ids are traced")
+        num_batches = int(ids.max(initial=-1)) + 1
+    if known and not ((ids >= 0) & (ids < num_batches)).all():
+        raise ValueError(
+            f"batch_ids from {ids.min()} to {ids.max()}: must lie in [0, num_batches={num_batches})"
+        )
+    shape = (*values.shape[:-1], num_batches)
+    if xp is np and isinstance(ids, np.ndarray):
+        rows = values.reshape(-1, len(ids))
+        sums = [np.bincount(ids, weights=row, minlength=num_batches) for row in rows]
+        return np.asarray(sums).reshape(shape)
+    values = jnp.asarray(values)
+    return jnp.zeros(shape, values.dtype).at[..., ids].add(values, mode="drop")
 
 
 def momentum_coefficients(c: Curve, *, b1: float = 0.9) -> Any:
@@ -182,24 +355,19 @@ def momentum_coefficients(c: Curve, *, b1: float = 0.9) -> Any:
         return updates
     steps = xp.arange(1, len(updates) + 1, dtype=updates.dtype)
     shares = updates * ((1 - b1) / -xp.expm1(steps * math.log(b1)))
-
-    def step(later: Any, share: Any) -> tuple[Any, Any]:
-        total = share + b1 * later
-        return total, total
-
-    if xp is np:
-        totals = itertools.accumulate(shares[::-1], lambda later, share: step(later, share)[0])
-        return np.fromiter(totals, np.float64, len(shares))[::-1].copy()
-    return jax.lax.scan(step, jnp.zeros((), shares.dtype), shares, reverse=True)[1]
+    return accumulate_back(xp, shares, xp.full_like(shares, b1))
 
 
-def adamw_timescale(peak_lr: Scalars, weight_decay: Scalars, num_steps: int) -> Any:
+def adamw_timescale(
+    peak_lr: Scalars, weight_decay: Scalars, num_steps: int, *, decay_scaled_by_lr: bool = True
+) -> Any:
     """The share of the run that AdamW's moving average spans, `1 / (lr * weight_decay * T)`.
 
     Args:
       peak_lr: the largest learning rate as applied (under muP, after its scaling), positive.
       weight_decay: lambda, positive.
       num_steps: optimiser steps `T`, warm-up included.
+      decay_scaled_by_lr: False for an independent weight decay, `1 / (weight_decay * T)`.
 
     Returns:
       tau; positive, small for a short memory.
@@ -208,16 +376,19 @@ def adamw_timescale(peak_lr: Scalars, weight_decay: Scalars, num_steps: int) -> 
       ValueError: an argument is not positive (checked unless it is a `jax.Array`).
     """
     check_positive(peak_lr=peak_lr, weight_decay=weight_decay, num_steps=num_steps)
-    return 1.0 / (peak_lr * weight_decay * num_steps)
+    return 1.0 / ((peak_lr if decay_scaled_by_lr else 1.0) * weight_decay * num_steps)
 
 
-def weight_decay_for_timescale(tau: Scalars, peak_lr: Scalars, num_steps: int) -> Any:
+def weight_decay_for_timescale(
+    tau: Scalars, peak_lr: Scalars, num_steps: int, *, decay_scaled_by_lr: bool = True
+) -> Any:
     """The weight decay that gives AdamW the time scale `tau`, `1 / (tau * lr * T)`.
 
     Args:
       tau: time scale as a share of the run, positive; see `adamw_timescale`.
       peak_lr: the largest learning rate, positive.
       num_steps: optimiser steps `T`, warm-up included.
+      decay_scaled_by_lr: False for an independent weight decay, `1 / (tau * T)`.
 
     Returns:
       lambda.
@@ -230,114 +401,29 @@ def weight_decay_for_timescale(tau: Scalars, peak_lr: Scalars, num_steps: int) -
       0.5
     """
     check_positive(tau=tau, peak_lr=peak_lr, num_steps=num_steps)
-    return 1.0 / (tau * peak_lr * num_steps)
+    return 1.0 / (tau * (peak_lr if decay_scaled_by_lr else 1.0) * num_steps)
 
 
-class TraceEmaState(NamedTuple):
-    """State of `trace_ema`: what a checkpoint needs to continue the trace.
+def recommended_timescale(tpp: Scalars) -> Any:
+    """The time scale that trains best at so many tokens per parameter, `1.084 * TPP^-0.527`.
 
-    Attributes:
-      count: steps taken, int32 [].
-      alphas: smoothing factors float32 [T]; 0 for the steps to come.
-    """
-
-    count: Int[Array, "*batch"]
-    alphas: Float[Array, "*batch steps"]
-
-
-def trace_ema(
-    schedule: optax.Schedule | Scalars, weight_decay: Scalars, num_steps: int
-) -> optax.GradientTransformation:
-    """Records AdamW's smoothing factors while it trains; passes updates through unchanged.
-
-    Append it to the chain, with the schedule and weight decay of its neighbours:
-
-        optax.chain(
-            optax.scale_by_adam(),
-            optax.add_decayed_weights(weight_decay, mask),
-            optax.scale_by_learning_rate(schedule),
-            trace_ema(schedule, weight_decay, num_steps),
-        )
-
-    An optax state holds the count but not the schedule, so this is what lets a (resumed) state
-    alone yield the prediction: see `ema_from_opt_state`.
+    The exponent is well established; the factor is less certain, and depends on the model and
+    data. For a mixture of experts, give `effective_tpp`.
 
     Args:
-      schedule: a function of optax's count, learning rates [num_steps], or a constant learning
-        rate. Arrays may be traced, e.g. over the trials of a sweep.
-      weight_decay: lambda, a scalar that may be traced.
-      num_steps: steps of the whole run, at least 1. Later steps cannot be recorded.
+      tpp: training tokens per parameter, positive.
 
     Returns:
-      The transformation; its state is a `TraceEmaState`.
+      tau, in the argument's kind and shape.
 
     Raises:
-      ValueError: `num_steps` below 1, or learning rates of another length.
+      ValueError: `tpp` is not positive (checked unless it is a `jax.Array`).
+
+    Source: arXiv 2505.13738, power law of the optimal EMA time scale.
+
+    Example:
+      >>> round(recommended_timescale(20.0), 3)
+      0.224
     """
-    if num_steps < 1:
-        raise ValueError(f"num_steps={num_steps}: must be at least 1")
-    if not callable(schedule) and jnp.shape(schedule) not in ((), (num_steps,)):
-        raise ValueError(
-            f"schedule of shape {jnp.shape(schedule)}: must be a function of the count, a scalar, "
-            f"or learning rates of shape ({num_steps},)"
-        )
-
-    def lr_at(count: Int[Array, ""]) -> Any:
-        if callable(schedule):
-            # optax's own schedules mix dtypes.
-            with jax.numpy_dtype_promotion("standard"):
-                return schedule(count)
-        lrs = jnp.asarray(schedule)
-        return lrs.at[count].get(mode="clip") if lrs.ndim else lrs
-
-    def init(params: PyTree) -> TraceEmaState:
-        del params
-        return TraceEmaState(jnp.zeros((), jnp.int32), jnp.zeros((num_steps,), jnp.float32))
-
-    def update(
-        updates: PyTree, state: Any, params: PyTree | None = None
-    ) -> tuple[PyTree, TraceEmaState]:
-        del params
-        lr = jnp.asarray(lr_at(state.count), jnp.float32)
-        alpha = lr * jnp.asarray(weight_decay, jnp.float32)
-        alphas = state.alphas.at[state.count].set(alpha, mode="drop")
-        return updates, TraceEmaState(state.count + 1, alphas)
-
-    return optax.GradientTransformation(init, update)
-
-
-def ema_from_opt_state(opt_state: PyTree, *, initial: bool = False) -> Any:
-    """EMA coefficients of the steps that an optimiser has taken so far. Host or graph.
-
-    Args:
-      opt_state: an optax state with exactly one `TraceEmaState` anywhere in it. A state stacked
-        over trials works too; on the host, its trials must have taken equally many steps.
-      initial: also return the weight of the initial parameters.
-
-    Returns:
-      As `ema_coefficients`. From a concrete state: float64 NumPy, `c` [..., count]. From a traced
-      state: float32, `c` [..., T], 0 for the steps to come, NaN after more than `T` steps.
-
-    Raises:
-      ValueError: no trace, or several; or (host) trials of different counts, or more steps than
-        the trace has room for.
-    """
-    leaves = jax.tree.leaves(opt_state, is_leaf=lambda node: isinstance(node, TraceEmaState))
-    traces = [leaf for leaf in leaves if isinstance(leaf, TraceEmaState)]
-    if len(traces) != 1:
-        raise ValueError(
-            f"opt_state holds {len(traces)} TraceEmaState: it must hold exactly one; append "
-            "trace_ema to the optimiser's chain"
-        )
-    count, alphas = traces[0]
-    num_steps = alphas.shape[-1]
-    if isinstance(count, Tracer) or isinstance(alphas, Tracer):
-        complete = jnp.expand_dims(count <= num_steps, -1)
-        return ema_coefficients(jnp.where(complete, alphas, jnp.nan), initial=initial)
-    counts = np.unique(np.asarray(count))
-    if counts.size != 1 or counts[0] > num_steps:
-        raise ValueError(
-            f"opt_state has taken {counts.tolist()} steps: all trials must have taken the same "
-            f"number, at most num_steps={num_steps} of trace_ema"
-        )
-    return ema_coefficients(np.asarray(alphas)[..., : counts[0]], initial=initial)
+    check_positive(tpp=tpp)
+    return 1.084 * tpp**-0.527

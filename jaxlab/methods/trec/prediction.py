@@ -29,6 +29,7 @@ __all__ = [
     "SMALL_LM_LAW",
     "PowerLaw",
     "TrainingFractionFit",
+    "effective_tpp",
     "fit_power_law",
     "fit_training_fraction",
     "predict_trec",
@@ -98,6 +99,7 @@ _GRID_STEP = 0.05
 _GRID_SIZE = 241  # 0, 0.05, ..., 12
 _TAYLOR_TERMS = 10
 _GOLDEN_STEPS = 40
+_ROUNDING = 1e-14  # of a correlation
 _FLAT = 1e-12  # a prediction that varies less, relative to the largest dip, is constant
 
 
@@ -210,10 +212,10 @@ def _refine(target: np.ndarray, best: np.ndarray, dip: np.ndarray) -> tuple[np.n
         left, right = high - width, low + width
         keep_left = score(left) >= score(right)
         low, high = np.where(keep_left, low, left), np.where(keep_left, right, high)
-    # The ends of the range are never tried by the search itself.
+    # The ends of the range are never tried by the search itself, and win where rounding decides.
     candidates = np.stack([*ends, (low + high) / 2])
     scores = np.stack([score(offset) for offset in candidates])
-    chosen = scores.argmax(0)[None]
+    chosen = (scores >= scores.max(0) - _ROUNDING).argmax(0)[None]
     offset, r = (np.take_along_axis(x, chosen, 0)[0] for x in (candidates, scores))
     return best * _GRID_STEP + offset, np.clip(r, -1.0, 1.0)
 
@@ -260,6 +262,36 @@ SMALL_LM_LAW = PowerLaw(C=0.743, mu_tpp=0.208, mu_tau=-0.493, r2_log=0.963)
 
 The paper's constants are not published. A fit to the schedule and model at hand is more accurate.
 """
+
+
+def effective_tpp(tpp: Scalars, num_experts: int, top_k: int = 1) -> Any:
+    """Tokens per parameter as a mixture of experts sees them, `TPP * top_k / E`.
+
+    Each of `E` experts trains on the share `top_k / E` of the tokens. Fewer tokens per parameter
+    give a smaller exponent `m`, and an earlier and deeper valley.
+
+    Args:
+      tpp: training tokens per active parameter, that is of the dense model of the same compute.
+      num_experts: experts `E` of a layer, at least 1; 1 for a dense model.
+      top_k: experts that a token visits, from 1 to `num_experts`.
+
+    Returns:
+      Effective tokens per parameter, in the kind and shape of `tpp`; for `PowerLaw` and
+      `recommended_timescale`.
+
+    Raises:
+      ValueError: an argument is out of range.
+
+    Source: arXiv 2509.25380, section on mixtures of experts (for `top_k = 1`).
+
+    Example:
+      >>> effective_tpp(20.0, num_experts=8)
+      2.5
+    """
+    check_positive(tpp=tpp, num_experts=num_experts)
+    if not 1 <= top_k <= num_experts:
+        raise ValueError(f"top_k={top_k}: must lie in [1, num_experts={num_experts}]")
+    return tpp * (top_k / num_experts)
 
 
 def fit_power_law(
