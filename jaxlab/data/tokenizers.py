@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import importlib
 import json
 import os
 import secrets
@@ -17,6 +16,13 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from jaxlab.data.definitions import (
+    canonical_json,
+    checked_ids,
+    first_line,
+    plain_definition,
+    tokenizers_library,
+)
 from jaxlab.data.text import BYTE_VOCABULARY_SIZE, SEPARATOR, Document
 from jaxlab.errors import StorageError, UserError
 
@@ -166,7 +172,7 @@ class ByteTokenizer:
         Raises:
           TypeError, ValueError: the ids are not whole numbers from 0 to 255.
         """
-        return bytes(_checked_ids(ids, self.vocab_size)).decode(errors="replace")
+        return bytes(checked_ids(ids, self.vocab_size)).decode(errors="replace")
 
 
 class BpeTokenizer:
@@ -191,12 +197,12 @@ class BpeTokenizer:
             `<|endoftext|>`.
           UserError: the package `tokenizers` is missing.
         """
-        library = _library()
-        plain = _without_randomness(definition)
+        library = tokenizers_library()
+        plain = json.dumps(plain_definition(definition))
         try:
             self._tokenizer = library.Tokenizer.from_str(plain)
         except Exception as error:  # the library raises nothing more specific
-            raise ValueError(f"it is not a tokenizer: {_first_line(error)}") from error
+            raise ValueError(f"it is not a tokenizer: {first_line(error)}") from error
         self._tokenizer.encode_special_tokens = True
         if not isinstance(self._tokenizer.model, library.models.BPE):
             raise ValueError(f"its model is {type(self._tokenizer.model).__name__}")
@@ -208,7 +214,7 @@ class BpeTokenizer:
         if self.vocab_size > _LARGEST_BPE:
             raise ValueError(f"it has the token {self.vocab_size - 1}, above {_LARGEST_BPE - 1}")
         self._check_lossless(library, vocabulary)
-        self._definition = _canonical(json.loads(self._tokenizer.to_str()))
+        self._definition = canonical_json(json.loads(self._tokenizer.to_str()))
         self.digest: str = hashlib.sha256(self._definition.encode()).hexdigest()
 
     @classmethod
@@ -236,7 +242,7 @@ class BpeTokenizer:
                 f"must be a whole number from {_SMALLEST_BPE} (the 256 bytes and the separator) "
                 f"to {_LARGEST_BPE}",
             )
-        library = _library()
+        library = tokenizers_library()
         alphabet = sorted(library.pre_tokenizers.ByteLevel.alphabet())
         tokenizer = library.Tokenizer(library.models.BPE())
         tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -322,7 +328,7 @@ class BpeTokenizer:
         Raises:
           TypeError, ValueError: the ids are not whole numbers from 0 to `vocab_size - 1`.
         """
-        checked = _checked_ids(ids, self.vocab_size)
+        checked = checked_ids(ids, self.vocab_size)
         return self._tokenizer.decode(checked, skip_special_tokens=False)
 
     def _check_lossless(self, library: Any, vocabulary: dict[str, int]) -> None:
@@ -335,45 +341,3 @@ class BpeTokenizer:
         back = self._tokenizer.decode(ids, skip_special_tokens=False)
         if back != _PROBE or self.separator in ids:
             raise ValueError("it does not give every text back as it was")
-
-
-def _library() -> Any:
-    try:
-        return importlib.import_module("tokenizers")
-    except ImportError as error:
-        raise UserError(
-            "data.tokenizer", "bpe", "needs the package tokenizers: pip install tokenizers"
-        ) from error
-
-
-def _without_randomness(definition: str) -> str:
-    """The same tokenizer, with whatever cuts, fills or varies its output switched off."""
-    try:
-        fields = json.loads(definition)
-    except RecursionError as error:
-        raise ValueError("it is nested too deeply") from error
-    except ValueError as error:
-        raise ValueError(f"it is not JSON: {_first_line(error)}") from error
-    if not isinstance(fields, dict) or not isinstance(fields.get("model"), dict):
-        raise ValueError("it is not a tokenizer: there is no model in it")
-    fields |= {"truncation": None, "padding": None}
-    fields["model"] |= {"dropout": None}
-    return json.dumps(fields)
-
-
-def _canonical(fields: dict[str, Any]) -> str:
-    return json.dumps(fields, sort_keys=True, separators=(",", ":"))
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).splitlines()
-    return lines[0][:200] if lines else type(error).__name__
-
-
-def _checked_ids(ids: Iterable[int] | np.ndarray, vocab_size: int) -> list[int]:
-    array = np.asarray(ids if isinstance(ids, np.ndarray) else list(ids))
-    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
-        raise TypeError(f"ids have shape {array.shape} and type {array.dtype}: must be integers")
-    if array.size and not (array.min() >= 0 and array.max() < vocab_size):
-        raise ValueError(f"ids from {array.min()} to {array.max()}: must be in [0, {vocab_size})")
-    return array.tolist()
