@@ -58,9 +58,10 @@ class MlpLanguageModel(nn.Module):
         vectors = jnp.take(embedding, tokens, axis=0)
         joined = vectors.reshape(tokens.shape[0], self.window * self.embed_width)
         hidden = nn.gelu(self._dense("hidden", joined, self.hidden_width, ("embed", "mlp")))
-        return self._dense("output", hidden, self.vocab_size, ("mlp", "vocab"))
+        # Both axes by name would lie on the mesh axis `model`.
+        return self._dense("output", hidden, self.vocab_size, ("mlp", None))
 
-    def _dense(self, name: str, x: Array, width: int, axes: tuple[str, str]) -> Array:
+    def _dense(self, name: str, x: Array, width: int, axes: tuple[str, str | None]) -> Array:
         """An affine map with factors in `dtype` and its sum in float32."""
         shape = (x.shape[-1], width)
         kernel = self._parameter(f"{name}_kernel", nn.initializers.lecun_normal(), shape, axes)
@@ -76,7 +77,7 @@ class MlpLanguageModel(nn.Module):
         return product + bias.astype(wide)[None, :]
 
     def _parameter(
-        self, name: str, init: Any, shape: tuple[int, ...], axes: tuple[str, ...]
+        self, name: str, init: Any, shape: tuple[int, ...], axes: tuple[str | None, ...]
     ) -> Array:
         boxed: Any = nn.with_logical_partitioning(init, axes)
         return self.param(name, boxed, shape, jnp.float32)

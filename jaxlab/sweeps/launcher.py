@@ -85,7 +85,11 @@ def _unfinished_programs(configs: Sequence[RunConfig]) -> list[list[RunConfig]]:
     base = epath.Path(configs[0].run_dir or ".")
     programs = []
     for group in group_trials(configs):
-        left = [one for one in group if load_result(one, base / identity_digest(one)) is None]
+        left = [
+            one
+            for one in group
+            if not one.keeps_results or load_result(one, base / identity_digest(one)) is None
+        ]
         if left:
             programs.append(group if (base / program_name(group)).exists() else left)
     return programs

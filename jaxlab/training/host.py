@@ -96,7 +96,7 @@ def drive_host(
     done = len(wanted) - len(missing)
     observer.begin(Phase(program.name, lanes, "items", done or None, len(wanted), 0.0))
     # Processes that do not share a disk know different items: all begin where the last one is.
-    if agree(len(missing)) != len(missing):
+    if agree(len(missing)) != -agree(-len(missing)):
         missing = wanted
     function = program.prepare() if missing else None
     for number, place in enumerate(missing, start=len(wanted) - len(missing) + 1):

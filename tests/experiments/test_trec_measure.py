@@ -1,8 +1,8 @@
 """The curve of a finished run, from its own checkpoint and data."""
 
 import dataclasses
-import json
 import os
+import shutil
 import subprocess
 import sys
 
@@ -78,6 +78,33 @@ def test_steps_are_shared_by_eight_devices(finished, tmp_path):
     assert main([*words, "quiet=true"]) == 0, "the same command finds its own result"
 
 
+def test_every_trial_of_a_study_has_its_curve(tmp_path):
+    folder = tmp_path / "study"
+    study = make_config("trec", variant="schedules", preset="test", quiet=True)
+    result = run(study, folder)
+    again = measured(folder)
+    settings = [f"{schedule}, tau = {tau:g}" for schedule in study.schedules for tau in study.taus]
+    for trial, name in enumerate(settings):
+        value = result.metrics[f"{name}: m"]
+        assert again.metrics[f"trial {trial}: m"] == pytest.approx(value, abs=1e-3), name
+
+
+def test_measuring_never_trains(finished, tmp_path):
+    """A run whose last checkpoint is damaged is refused, and left alone."""
+    folder = tmp_path / "copy"
+    shutil.copytree(finished[0], folder, ignore=shutil.ignore_patterns("trec"))
+    for path in (folder / "checkpoints").glob("*/*/40/state/**/d/*"):
+        path.write_bytes(b"damaged")
+    before = sorted(path.name for path in (folder / "checkpoints").glob("*/*/*"))
+    with (
+        pytest.warns(UserWarning, match="is damaged"),
+        pytest.raises(UserError, match="missing or damaged; resume the run first"),
+    ):
+        measured(folder)
+    after = sorted(path.name for path in (folder / "checkpoints").glob("*/*/*"))
+    assert "20" not in set(after) - set(before)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -105,6 +132,6 @@ def test_a_run_must_have_finished(finished, tmp_path, capsys):
     assert main(["variant=measure", f"run_dir={half}"]) == 2
     assert "has not finished" in capsys.readouterr().err
     assert sorted(path.name for path in half.iterdir()) == ["config.yaml"], "nothing left behind"
-    (half / "result.json").write_text(json.dumps({}))
+    shutil.copy(folder / "result.json", half)
     assert main(["variant=measure", f"run_dir={half}"]) == 2
     assert "has no checkpoints" in capsys.readouterr().err

@@ -1,6 +1,9 @@
 """TREC's studies: their settings, and conclusions from planted measurements."""
 
 import dataclasses
+import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -114,7 +117,7 @@ def test_continued_pretraining_has_two_phases():
 
 def test_a_planted_law_transfers():
     config = study("law", replicates=4)
-    law = trec.PowerLaw(C=0.7, mu_tpp=0.2, mu_tau=-0.5)
+    law = trec.PowerLaw(C=0.3, mu_tpp=0.8, mu_tau=-0.5)
     sizes = 32 * 16 + 97 * 128 + 129 * 32, 32 * 16 + 97 * 256 + 257 * 32
     arrays = {}
     for program in build(config):
@@ -124,12 +127,13 @@ def test_a_planted_law_transfers():
         exponents = [law(tpp, tau) for tau in taus]
         arrays[program.name] = planted_curves(program, 4, exponents, noise=0.002)
     result = conclude(config, arrays)
-    assert result.metrics["law: C"] == pytest.approx(0.7, abs=0.07)
-    assert result.metrics["law: exponent of TPP"] == pytest.approx(0.2, abs=0.07)
+    assert result.metrics["law: C"] == pytest.approx(0.3, abs=0.05)
+    assert result.metrics["law: exponent of TPP"] == pytest.approx(0.8, abs=0.07)
     assert result.metrics["law: exponent of tau"] == pytest.approx(-0.5, abs=0.07)
     claims = claims_of(result)
     assert claims["trec.law.transfer"].verdict == "holds"
-    assert claims["trec.law.transfer"].mean > 0.98
+    # With the small model's tokens per parameter it would be 0.98.
+    assert claims["trec.law.transfer"].mean > 0.99
     assert {"trec.law.transfer.gain", "trec.law.transfer.wsd"} <= set(claims)
     assert [figure.name for figure in result.figures] == ["law", "transfer"]
 
@@ -176,6 +180,19 @@ def test_curves_of_one_time_scale_collapse():
     assert claims["trec.collapse"].verdict == "holds"
     assert claims["trec.collapse.same"].mean > 0.95
     assert len(claims["trec.collapse"].values) == config.replicates
+
+
+def test_noise_that_a_half_shares_counts_as_noise():
+    """Seeds share their data between settings: only curves of different halves are compared."""
+    config = study("collapse")
+    arrays = collapse_arrays(config, lambda program: [2.5] * program.num_trials, 0.0)
+    draw = np.random.default_rng(1)
+    for found in arrays.values():
+        steps = found["replay/loss"].shape[-1]
+        common = 0.05 * draw.normal(size=(2, config.num_bins))
+        noise = np.repeat(np.repeat(common, steps // config.num_bins, axis=1), 4, axis=0)
+        found["replay/loss"] = found["replay/loss"] + noise
+    assert claims_of(conclude(config, arrays))["trec.collapse.itself"].mean < 0.6
 
 
 def test_curves_that_ignore_the_time_scale_do_not_collapse():
@@ -233,19 +250,38 @@ def test_a_dip_at_the_end_fails():
 
 def test_continued_pretraining_compares_with_its_end():
     config = study("cpt")
-    good = claims_of(conclude(config, placement_arrays(config, {"d2z": 8})))
+    result = conclude(config, placement_arrays(config, {"d2z": 8}))
+    # From the coefficients of all 1,400 steps it would be the last.
+    assert result.metrics["d2z: predicted segment"] == 9
+    good = claims_of(result)
     bad = claims_of(conclude(config, placement_arrays(config, {"d2z": 9})))
     assert good["trec.cpt"].verdict == "holds"
     assert good["trec.cpt.predicted"].mean == 0
     assert bad["trec.cpt"].verdict == "fails"
 
 
+def test_a_prediction_of_the_end_is_no_evidence():
+    config = study("cpt", tau=0.01)
+    result = conclude(config, placement_arrays(config, {"d2z": 9}))
+    assert result.metrics["d2z: predicted segment"] == 10
+    assert claims_of(result)["trec.cpt"].verdict == "unclear"
+    assert "nothing to compare" in " ".join(result.notes)
+
+
+def test_a_few_segments_claim_no_distance():
+    config = study("placement", num_segments=2, optimizer={"step_at": 0.5})
+    claims = claims_of(conclude(config, placement_arrays(config, {"d2z": 0, "step": 1, "wsd": 0})))
+    assert claims["trec.placement.predicted"].kind == "finding"
+    assert claims["trec.placement.predicted"].low >= 0
+
+
 def test_planted_schedules_are_scored():
     config = study("schedules")
     (program,) = build(config)
-    result = conclude(
-        config, {"schedules": planted_curves(program, 4, [2.0] * program.num_trials, noise=0.002)}
-    )
+    exponents = np.repeat(np.linspace(1.0, 4.5, 8), 3)
+    result = conclude(config, {"schedules": planted_curves(program, 4, exponents, noise=0.002)})
+    for schedule, m in (("d2z", 1.0), ("linear", 1.5), ("cyclic", 4.5)):
+        assert result.metrics[f"{schedule}, tau = 0.2: m"] == pytest.approx(m, rel=0.1)
     claims = claims_of(result)
     assert len(claims) == 2 * len(config.schedules)
     assert all(claim.kind == "finding" for claim in claims.values())
@@ -262,6 +298,37 @@ def test_resamples_have_unit_weight_and_cover_every_draw():
     # 3 multisets of 2 seeds times 10 of 3.
     assert len(weights[0]) == 30
     assert set(place.tolist()) == set(range(30))
+
+
+def test_held_out_seeds_do_not_choose_the_exponent():
+    """Halves with different curves: fitted to itself each would correlate perfectly."""
+    config = study("schedules", replicates=4, taus=(0.2,), schedules=("d2z",))
+    (program,) = build(config)
+    one, two = (planted_curves(program, 2, [m]) for m in (0.5, 6.0))
+    arrays = {name: np.concatenate([one[name], two[name]], axis=1) for name in one}
+    claims = claims_of(conclude(config, {"schedules": arrays}))
+    assert claims["trec.schedules.d2z"].mean < 0.9
+
+
+def test_a_study_runs_on_a_mesh(tmp_path):
+    """On two devices in a process of its own, and it finds what one device finds."""
+    words = ["variant=placement", "preset=test", "schedules=[d2z]", "quiet=true"]
+    environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    command = [sys.executable, "-m", "jaxlab.run", *words, "mesh.data=2", "compilation_cache=off"]
+    done = subprocess.run(
+        [*command, f"run_dir={tmp_path / 'run'}"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    alone = run(dataclasses.replace(study("placement", "test", schedules=("d2z",)), quiet=True))
+    rows, own = (
+        np.array([line.split(",")[3:] for line in text.splitlines()[1:]], np.float64)
+        for text in ((tmp_path / "run/files/losses.csv").read_text(), alone.files["losses.csv"])
+    )
+    np.testing.assert_allclose(rows, own, atol=1e-4)
 
 
 @pytest.mark.parametrize("variant", STUDIES)

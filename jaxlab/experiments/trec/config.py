@@ -131,7 +131,7 @@ class Config(RunConfig):
     num_bins: Annotated[
         int, option("Equal bins of the curve; must divide steps.", ge=4, le=100_000)
     ] = 20
-    power: Annotated[float, option("Exponent p of the EMA coefficient.", ge=0, le=4)] = 0.5
+    power: Annotated[float, option("Exponent p of the EMA coefficient.", gt=0, le=4)] = 0.5
     reference: Annotated[
         Literal["next", "none"],
         option(

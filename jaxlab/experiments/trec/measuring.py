@@ -6,6 +6,7 @@ import csv
 import dataclasses
 import io
 import math
+import signal
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -14,13 +15,16 @@ import numpy as np
 from etils import epath
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jaxlab.errors import UserError
+from jaxlab.errors import InterruptedRun, UserError
 from jaxlab.experiments import composition, registry
 from jaxlab.experiments.base import RunConfig, identity_digest
+from jaxlab.experiments.runner import load_result
 from jaxlab.experiments.trec.programs import reference_replicate
 from jaxlab.experiments.trec.scoring import fit_affine
+from jaxlab.experiments.trec.studies.common import bin_centres
 from jaxlab.experiments.trec.tool_config import MeasureConfig
 from jaxlab.methods import trec
+from jaxlab.reporting.directory import own_directory
 from jaxlab.reporting.figures import Figure, Panel, Series
 from jaxlab.reporting.report import Result
 from jaxlab.reporting.writers import Observers
@@ -89,11 +93,16 @@ def _find_run(config: MeasureConfig) -> _Run:
     measured = composition.load_config(folder)
     if measured is None:
         raise UserError("run_dir", config.run_dir, "holds no run (no config.yaml)")
-    if not (folder / "result.json").exists():
+    if load_result(measured, folder) is None:
         raise UserError("run_dir", config.run_dir, "its run has not finished; resume it first")
     if not (folder / "checkpoints").exists():
-        problem = "has no checkpoints; those of a sweep lie in the sweep's own folder"
+        problem = (
+            "has no checkpoints: a trial of a sweep keeps them with the other trials; run it by "
+            "itself to measure it"
+        )
         raise UserError("run_dir", config.run_dir, problem)
+    if jax.process_count() > 1:
+        raise UserError("distributed", jax.process_count(), "variant=measure runs in one process")
     if config.reference == "next" and measured.replicates < 2:
         problem = "needs a run of at least 2 replicates; allowed for this one: none"
         raise UserError("reference", config.reference, problem)
@@ -128,7 +137,7 @@ def _loss(program: Program) -> Callable[..., Mapping[str, Any]]:
 def _prepare(config: MeasureConfig, run: _Run, chunks: int) -> ItemFunction:
     """Restores the final states and compiles the replay of a stretch of steps."""
     states = _final_states(run)
-    mesh = _step_mesh(config)
+    mesh = _step_mesh()
     replay = _compile_replay(run, mesh)
     replicates, size = run.config.replicates, config.steps_per_item
 
@@ -136,37 +145,57 @@ def _prepare(config: MeasureConfig, run: _Run, chunks: int) -> ItemFunction:
         lane, chunk = divmod(index, chunks)
         trial, replicate = divmod(lane, replicates)
         # Whole stretches share one program; what lies beyond the run is cut off later.
-        steps = np.minimum(np.arange(chunk * size, (chunk + 1) * size), run.program.num_steps - 1)
+        last = run.program.num_steps - 1
+        steps = np.minimum(np.arange(chunk * size, (chunk + 1) * size), last)
         seed = run.config.seed + replicate
         batches = _stack([run.program.batches(trial, seed, int(step)) for step in steps])
         arrays = run.program.trial(trial)
-        found = {"loss": replay(arrays, states[lane], batches), "alphas": np.full(size, np.nan)}
+        unknown = np.full(size, np.nan)
+        found = {"loss": replay(arrays, states[lane], batches), "alphas": unknown, "lrs": unknown}
         if config.reference == "next":
             peer = trial * replicates + reference_replicate(replicate, replicates)
             found["reference_loss"] = replay(arrays, states[peer], batches)
-        alphas = _alphas(states[lane])
+        alphas, rates = _alphas(states[lane]), _rates(arrays, run.program.num_steps)
         if alphas is not None:
             found["alphas"] = alphas[steps].astype(np.float64)
+        if rates is not None:
+            found["lrs"] = rates[steps].astype(np.float64)
         return found
 
     return item
 
 
 def _final_states(run: _Run) -> list[Any]:
-    """One state for each lane, trial-major, from the newest checkpoint."""
+    """One state for each lane, trial-major, from the newest checkpoint; nothing is trained.
+
+    Raises:
+      UserError: the newest checkpoint is not that of the last step, or cannot be read.
+    """
     during = {k: e for k, e in run.program.evaluations.items() if e.every is not None}
     program = dataclasses.replace(run.program, evaluations=during, summarize=None, best=None)
     seeds = [run.config.seed + r for r in range(run.config.replicates)]
     folder = run.folder / "checkpoints"
-    return drive(program, seeds, DriveSettings(), observer=Observers(), folder=folder).states
+    quiet = Observers()
+    try:
+        with own_directory(run.folder):
+            # The stop is only asked for when a step is missing.
+            found = drive(
+                program,
+                seeds,
+                DriveSettings(),
+                observer=quiet,
+                folder=folder,
+                stop=lambda: signal.SIGTERM,
+            )
+    except InterruptedRun:
+        problem = "its last checkpoint is missing or damaged; resume the run first"
+        raise UserError("run_dir", run.folder, problem) from None
+    return found.states
 
 
-def _step_mesh(config: MeasureConfig) -> Mesh:
+def _step_mesh() -> Mesh:
     """All devices in one row: every one replays steps of its own."""
     devices = np.array(jax.devices())
-    if config.steps_per_item % devices.size:
-        problem = f"must be a multiple of the {devices.size} devices"
-        raise UserError("steps_per_item", config.steps_per_item, problem)
     return Mesh(devices, ("steps",), axis_types=(AxisType.Auto,))
 
 
@@ -188,11 +217,17 @@ def _compile_replay(run: _Run, mesh: Mesh) -> Callable[[Any, Any, Any], np.ndarr
     )
 
     def replay(trial: Any, state: Any, batches: Any) -> np.ndarray:
+        count = len(jax.tree.leaves(batches)[0])
+        # Whole rounds of the devices: the last batch again, cut off below.
+        missing = -count % mesh.size
+        batches = jax.tree.map(
+            lambda leaf: np.concatenate([leaf, np.repeat(leaf[-1:], missing, axis=0)]), batches
+        )
         parts = jax.tree.map(
             lambda leaf: jax.make_array_from_callback(leaf.shape, split, lambda i: leaf[i]), batches
         )
         placed = jax.device_put((trial, state), whole)
-        return np.asarray(compiled(*placed, parts)).astype(np.float64)
+        return np.asarray(compiled(*placed, parts)).astype(np.float64)[:count]
 
     return replay
 
@@ -206,6 +241,12 @@ def _alphas(state: Any) -> np.ndarray | None:
     leaves = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, trec.TraceEmaState))
     traces = [leaf for leaf in leaves if isinstance(leaf, trec.TraceEmaState)]
     return np.asarray(traces[0].alphas) if len(traces) == 1 else None
+
+
+def _rates(trial: Any, num_steps: int) -> np.ndarray | None:
+    """The trial's learning rates, if it has them under their usual name."""
+    found = trial.get("learning_rate") if isinstance(trial, Mapping) else None
+    return None if found is None or np.shape(found) != (num_steps,) else np.asarray(found)
 
 
 class _Curve(NamedTuple):
@@ -247,6 +288,9 @@ def conclude(config: MeasureConfig, arrays: Mapping[str, Mapping[str, np.ndarray
     ]
     if any(curve.coefficients is None for curve in curves):
         notes.append("The optimiser's state holds no trace of its schedule: nothing is predicted.")
+    poor = [name for name, value in metrics.items() if name.endswith("r at m") and value <= 0]
+    if poor:
+        notes.append(f"No exponent fits {len(poor)} of the curves: r at m is not positive.")
     if len(panels) > _MAX_PANELS:
         notes.append(f"The figure shows the first {_MAX_PANELS} of {len(panels)} trials.")
     figure = Figure(
@@ -269,27 +313,42 @@ def conclude(config: MeasureConfig, arrays: Mapping[str, Mapping[str, np.ndarray
 def _curves(run: _Run, found: Mapping[str, np.ndarray], reference: bool) -> list[_Curve]:
     shape = (run.program.num_trials, run.config.replicates, -1)
     steps = run.program.num_steps
-    loss, alphas = (found[name][0, 0].reshape(shape)[..., :steps] for name in ("loss", "alphas"))
+
+    def lanes(name: str) -> np.ndarray:
+        return found[name][0, 0].reshape(shape)[..., :steps]
+
+    loss, alphas, rates = lanes("loss"), lanes("alphas")[:, 0], lanes("lrs")[:, 0]
     if reference:
-        peers = found["reference_loss"][0, 0].reshape(shape)[..., :steps]
-        loss = loss - peers
+        loss = loss - lanes("reference_loss")
     return [
-        _Curve(own.mean(axis=0), None if np.isnan(kept).any() else trec.ema_coefficients(kept[0]))
-        for own, kept in zip(loss, alphas, strict=True)
+        _Curve(own.mean(axis=0), _coefficients(kept, lrs))
+        for own, kept, lrs in zip(loss, alphas, rates, strict=True)
     ]
+
+
+def _coefficients(alphas: np.ndarray, lrs: np.ndarray) -> np.ndarray | None:
+    """The weight of every update, or None where the optimiser has not recorded itself."""
+    if np.isnan(alphas).any():
+        return None
+    # Where the weight decay changes between phases, updates compare and targets do not.
+    known = not np.isnan(lrs).any()
+    return trec.update_coefficients(lrs, alphas) if known else trec.ema_coefficients(alphas)
 
 
 def _describe(config: MeasureConfig, curve: _Curve) -> tuple[dict[str, float], list[Series]]:
     measured = trec.bin_curve(curve.loss, config.num_bins)[0]
-    centres = (np.arange(config.num_bins) + 0.5) / config.num_bins
+    centres = bin_centres(config.num_bins)
     lines = [Series("measured", centres, measured, style="points")]
     metrics = {
         "measured valley": float(trec.valley(measured, num_steps=len(curve.loss))),
         "depth of the dip (nats)": float(np.ptp(measured)),
     }
     start, stop = trec.place_block(measured, 0.1)
-    metrics["best tenth begins at"] = start / config.num_bins
-    metrics["best tenth ends at"] = stop / config.num_bins
+    share = f"best {(stop - start) / config.num_bins:.2g} of the run"
+    metrics |= {
+        f"{share}, start": start / config.num_bins,
+        f"{share}, stop": stop / config.num_bins,
+    }
     if curve.coefficients is not None:
         fit = trec.fit_training_fraction(
             curve.loss, curve.coefficients, p=config.power, num_bins=config.num_bins

@@ -18,8 +18,10 @@ __all__ = ["plan_result", "recipes_result"]
 
 _STEP_LABEL = "training fraction t/T"
 _NUM_EXPONENTS = 9
+_UNCERTAINTY = 3.0  # the factor by which fitted exponents differed from the law's
 _LARGEST_FITTED = 12.0  # the end of the range in which exponents are fitted
 # What `SMALL_LM_LAW` was fitted to.
+_RULE_TPP = (1.0, 3000.0)  # beyond it the recommended time scale is not trusted
 _LAW_TPP, _LAW_TAU = (3.75, 15.0), (0.1, 0.8)
 _DEFAULT_SHARE = 0.1
 _CLOSE = 1.25  # a time scale within this factor of the recommended one is close to it
@@ -176,10 +178,10 @@ def _report_on_own_data(recipe: Recipe, m: float | None, power: float) -> Recipe
 
 
 def _exponents(m: float) -> np.ndarray:
-    """Exponents from half of `m` to twice; of 0, to 1."""
+    """Exponents around `m`, as far as fitted ones were off under other schedules; of 0, to 1."""
     if m == 0:
         return np.linspace(0.0, 1.0, _NUM_EXPONENTS)
-    return m * np.geomspace(0.5, 2.0, _NUM_EXPONENTS)
+    return m * np.geomspace(1 / _UNCERTAINTY, _UNCERTAINTY, _NUM_EXPONENTS)
 
 
 def _metrics(report: RecipeReport) -> dict[str, float]:
@@ -188,13 +190,14 @@ def _metrics(report: RecipeReport) -> dict[str, float]:
         "tokens": report.num_tokens,
         "tokens per parameter": report.tpp,
         "tau": report.tau,
-        "tau, recommended": report.recommended_tau,
         "weight of the initial parameters": report.c0,
         "m": report.m,
         "peak of the coefficients": report.ema_peak,
         "predicted valley": report.valley,
         "predicted valley, share of tokens": report.valley_tokens,
     }
+    if report.phase is None:
+        metrics["tau, recommended"] = report.recommended_tau
     if report.effective_tpp != report.tpp:
         metrics["tokens per parameter, effective"] = report.effective_tpp
     return metrics
@@ -220,6 +223,14 @@ def _span(fractions: tuple[float, float]) -> str:
 
 
 def _tau_note(report: RecipeReport) -> str:
+    low, high = _RULE_TPP
+    if report.phase is not None or not low <= report.effective_tpp <= high:
+        reason = (
+            f"outside {low:g} to {high:g} tokens per parameter"
+            if report.phase is None
+            else "for a phase alone"
+        )
+        return f"tau = {report.tau:.3g}; {reason} there is no recommendation to compare it with."
     recommended = report.recommended_tau
     what = "tokens per parameter"
     if report.effective_tpp != report.tpp:
@@ -228,7 +239,7 @@ def _tau_note(report: RecipeReport) -> str:
         f"{recommended:.3g} is recommended for {report.effective_tpp:.4g} {what} "
         "(1.084 TPP^-0.527, whose factor is less certain than its exponent"
     )
-    rule += ")" if report.phase is None else "; found for training from scratch)"
+    rule += ")"
     if math.isinf(report.tau):
         return f"Without weight decay AdamW forgets nothing (tau is infinite); {rule}."
     ratio = report.tau / recommended

@@ -83,9 +83,10 @@ def write_mixture_text(window: tuple[float, float], num_steps: int) -> str:
         raise ValueError(f"window={window}: must satisfy 0 <= start < stop <= 1")
     if num_steps < 1:
         raise ValueError(f"num_steps={num_steps}: must be at least 1")
-    first = min(round(start * num_steps), num_steps - 1)
-    last = max(first + 1, round(stop * num_steps))
-    tree = {"num_steps": num_steps, "segments": [[first, last, 1]], "default": 0}
+    # The length is rounded once: both ends by themselves could change the budget.
+    length = max(1, round((stop - start) * num_steps))
+    first = min(round(start * num_steps), num_steps - length)
+    tree = {"num_steps": num_steps, "segments": [[first, first + length, 1]], "default": 0}
     return json.dumps(tree) + "\n"
 
 

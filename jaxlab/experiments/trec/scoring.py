@@ -22,6 +22,7 @@ __all__ = [
 ]
 
 _NUM_RESAMPLES = 10_000
+_DRAWS_AT_ONCE = 256
 
 
 class CurveShape(Protocol):
@@ -142,8 +143,11 @@ def cross_fit(
         unknown = Scores(*(np.full(_NUM_RESAMPLES, np.nan) for _ in Scores._fields))
         return estimate, unknown, seeds
     weights, place = seed_resamples([len(half) for half in halves])
-    resampled = [w @ half for w, half in zip(weights, (first, second), strict=True)]
-    spread = _both_ways(shape, resampled[0], resampled[1], coefficients)
+    parts = []
+    for start in range(0, len(weights[0]), _DRAWS_AT_ONCE):  # each draw has curves of all steps
+        some = [w[start : start + _DRAWS_AT_ONCE] for w in weights]
+        parts.append(_both_ways(shape, some[0] @ first, some[1] @ second, coefficients))
+    spread = Scores(*map(np.concatenate, zip(*parts, strict=True)))
     return estimate, Scores(*(value[place] for value in spread)), seeds
 
 

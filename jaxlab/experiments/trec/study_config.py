@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+import dataclasses
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -72,7 +73,13 @@ class ChainConfig:
 
 @configuration
 class StudyConfig(RunConfig):
-    """What all studies share."""
+    """What all studies share.
+
+    Attributes:
+      binned: whether the study compares curves in bins.
+    """
+
+    binned: ClassVar[bool] = True
 
     method: Annotated[Literal["trec"], option("This method.")] = "trec"
     steps: Annotated[int, option("Training steps.", ge=10, le=10_000_000)] = 1000
@@ -81,7 +88,7 @@ class StudyConfig(RunConfig):
     num_bins: Annotated[
         int, option("Equal bins of a curve; must divide the steps.", ge=4, le=100_000)
     ] = 20
-    power: Annotated[float, option("Exponent p of the EMA coefficient.", ge=0, le=4)] = 0.5
+    power: Annotated[float, option("Exponent p of the EMA coefficient.", gt=0, le=4)] = 0.5
     eval_batches: Annotated[
         int, option("Held-out batches of a final evaluation.", ge=1, le=100_000)
     ] = 32
@@ -95,25 +102,32 @@ class StudyConfig(RunConfig):
     @model_validator(mode="after")
     def check(self) -> StudyConfig:
         """Bounds that involve several fields."""
+        for field in dataclasses.fields(self):  # pyright: ignore[reportArgumentType]
+            values = getattr(self, field.name)
+            if isinstance(values, tuple) and len(set(values)) != len(values):
+                raise ValueError(f"{field.name}={list(values)}: must differ from each other")
         if self.replicates < 2:
             raise ValueError(
                 f"replicates={self.replicates}: at least 2, since a curve's reference is another "
                 "replicate's model"
             )
-        for steps in self.all_steps():
-            if steps % self.num_bins:
-                raise ValueError(f"num_bins={self.num_bins}: must divide the {steps} steps")
+        lengths = self.all_steps()
+        if self.binned and any(steps % self.num_bins for steps in lengths):
+            each = ", ".join(map(str, lengths))
+            raise ValueError(
+                f"num_bins={self.num_bins}: must divide the steps of each of its runs: {each}"
+            )
+        for steps in lengths:
             if round(self.optimizer.warmup_fraction * steps) >= steps:
                 raise ValueError(
                     f"optimizer.warmup_fraction={self.optimizer.warmup_fraction}: must leave "
                     f"steps after warm-up, of {steps}"
                 )
         self._check_schedules()
-        for name, tau in self.all_taus():
-            if tau * min(self.all_steps()) <= 1:
+        for name, tau, steps in self.all_taus():
+            if tau * steps <= 1:
                 raise ValueError(
-                    f"{name}={tau}: must exceed the span of one step, "
-                    f"{1 / min(self.all_steps()):.3g}"
+                    f"{name}={tau}: must exceed the span of one step of {steps}, {1 / steps:.3g}"
                 )
         return self
 
@@ -121,8 +135,8 @@ class StudyConfig(RunConfig):
         """The lengths of the study's runs."""
         return (self.steps,)
 
-    def all_taus(self) -> tuple[tuple[str, float], ...]:
-        """The study's time scales, each with its field."""
+    def all_taus(self) -> tuple[tuple[str, float, int], ...]:
+        """The study's time scales, each with its field and the least steps it is used with."""
         return ()
 
     def all_schedules(self) -> tuple[str, ...]:
@@ -131,16 +145,18 @@ class StudyConfig(RunConfig):
 
     def _check_schedules(self) -> None:
         chosen, names = self.optimizer, self.all_schedules()
-        if "wsd" in names and chosen.decay_fraction > 1 - chosen.warmup_fraction:
-            raise ValueError(
-                f"optimizer.decay_fraction={chosen.decay_fraction}: must not begin before "
-                f"warm-up ends, with optimizer.warmup_fraction={chosen.warmup_fraction}"
-            )
-        if "inverse_sqrt" in names and chosen.warmup_fraction * min(self.all_steps()) < 1:
-            raise ValueError(
-                f"optimizer.warmup_fraction={chosen.warmup_fraction}: must give at least one step "
-                "of warm-up with inverse_sqrt"
-            )
+        for steps in self.all_steps():
+            warmup = round(chosen.warmup_fraction * steps)
+            if "wsd" in names and (1 - chosen.decay_fraction) * steps < warmup:
+                raise ValueError(
+                    f"optimizer.decay_fraction={chosen.decay_fraction}: must not begin before "
+                    f"warm-up ends, with optimizer.warmup_fraction={chosen.warmup_fraction}"
+                )
+            if "inverse_sqrt" in names and warmup < 1:
+                raise ValueError(
+                    f"optimizer.warmup_fraction={chosen.warmup_fraction}: must give at least one "
+                    "step of warm-up with inverse_sqrt"
+                )
 
 
 @configuration
@@ -155,9 +171,9 @@ class SchedulesConfig(StudyConfig):
         tuple[Tau, ...], option("AdamW's time scales.", min_length=1, max_length=100)
     ] = (0.05, 0.2, 0.8)
 
-    def all_taus(self) -> tuple[tuple[str, float], ...]:
-        """The study's time scales, each with its field."""
-        return tuple(("taus", tau) for tau in self.taus)
+    def all_taus(self) -> tuple[tuple[str, float, int], ...]:
+        """The study's time scales; see `StudyConfig`."""
+        return tuple(("taus", tau, self.steps) for tau in self.taus)
 
     def all_schedules(self) -> tuple[str, ...]:
         """The study's schedules."""
@@ -187,9 +203,10 @@ class CollapseConfig(StudyConfig):
         """The lengths of the study's runs: tokens are kept when the batch changes."""
         return (self.steps, 2 * self.steps, self.steps // 2)
 
-    def all_taus(self) -> tuple[tuple[str, float], ...]:
-        """The study's time scales, each with its field."""
-        return ("tau", self.tau), *(("other_taus", tau) for tau in self.other_taus)
+    def all_taus(self) -> tuple[tuple[str, float, int], ...]:
+        """The study's time scales; see `StudyConfig`."""
+        others = (("other_taus", tau, self.steps) for tau in self.other_taus)
+        return ("tau", self.tau, self.steps // 2), *others
 
 
 @configuration
@@ -217,23 +234,21 @@ class LawConfig(StudyConfig):
     ] = ("cosine", "step", "wsd")
 
     @model_validator(mode="after")
-    def check_grid(self) -> LawConfig:
-        """The law is determined by different values alone."""
-        for name in ("taus", "lengths"):
-            values = getattr(self, name)
-            if len(set(values)) != len(values):
-                raise ValueError(f"{name}={list(values)}: must differ from each other")
+    def check_others(self) -> LawConfig:
+        """The law is fitted under d2z, so that is no other schedule."""
+        if "d2z" in self.other_schedules:
+            raise ValueError("other_schedules=d2z: must be other schedules than d2z")
         return self
 
     def all_steps(self) -> tuple[int, ...]:
         """The lengths of the study's runs."""
         return (self.steps, *self.lengths)
 
-    def all_taus(self) -> tuple[tuple[str, float], ...]:
-        """The study's time scales, each with its field."""
+    def all_taus(self) -> tuple[tuple[str, float, int], ...]:
+        """The study's time scales; see `StudyConfig`."""
         return (
-            *(("taus", tau) for tau in self.taus),
-            *(("transfer_taus", tau) for tau in self.transfer_taus),
+            *(("taus", tau, min(self.lengths)) for tau in self.taus),
+            *(("transfer_taus", tau, self.steps) for tau in self.transfer_taus),
         )
 
     def all_schedules(self) -> tuple[str, ...]:
@@ -244,6 +259,8 @@ class LawConfig(StudyConfig):
 @configuration
 class _SegmentsConfig(StudyConfig):
     """Studies that put good data into one part of the run."""
+
+    binned: ClassVar[bool] = False
 
     num_segments: Annotated[
         int, option("Parts of the run, each of which gets the good data once.", ge=2, le=1000)
@@ -261,9 +278,9 @@ class _SegmentsConfig(StudyConfig):
             raise ValueError(f"num_segments={self.num_segments}: must divide steps={self.steps}")
         return self
 
-    def all_taus(self) -> tuple[tuple[str, float], ...]:
-        """The study's time scales, each with its field."""
-        return (("tau", self.tau),)
+    def all_taus(self) -> tuple[tuple[str, float, int], ...]:
+        """The study's time scales; see `StudyConfig`."""
+        return (("tau", self.tau, self.steps),)
 
 
 @configuration
@@ -274,6 +291,19 @@ class PlacementConfig(_SegmentsConfig):
     schedules: Annotated[
         tuple[Schedule, ...], option("Learning-rate schedules.", min_length=1, max_length=8)
     ] = ("d2z", "step", "wsd")
+
+    @model_validator(mode="after")
+    def check_drop(self) -> PlacementConfig:
+        """The segment before the drop has to end with it."""
+        place = self.optimizer.step_at * self.num_segments
+        if "step" in self.schedules and not (
+            abs(place - round(place)) < 1e-9 and 0 < round(place) < self.num_segments
+        ):
+            raise ValueError(
+                f"optimizer.step_at={self.optimizer.step_at}: must be the end of one of the "
+                f"num_segments={self.num_segments} segments, with schedule step"
+            )
+        return self
 
     def all_schedules(self) -> tuple[str, ...]:
         """The study's schedules."""
@@ -292,3 +322,14 @@ class CptConfig(_SegmentsConfig):
     pretrain_tau: Annotated[
         float, option("Time scale of pre-training, of its own length.", gt=0, le=1000)
     ] = 0.2
+
+    def all_steps(self) -> tuple[int, ...]:
+        """The lengths of the two phases."""
+        return self.steps, self.pretrain_steps
+
+    def all_taus(self) -> tuple[tuple[str, float, int], ...]:
+        """The study's time scales; see `StudyConfig`."""
+        return (
+            ("tau", self.tau, self.steps),
+            ("pretrain_tau", self.pretrain_tau, self.pretrain_steps),
+        )

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 from jaxlab.errors import UserError
 from jaxlab.experiments.trec.planning import plan_result, recipes_result
 from jaxlab.experiments.trec.recipe_files import load_recipe, write_mixture_text
 from jaxlab.experiments.trec.tool_config import PlanConfig, RecipesConfig
+from jaxlab.methods import trec
 from jaxlab.reporting.report import Result
 
 __all__ = ["check", "conclude"]
@@ -25,6 +27,20 @@ def check(config: PlanConfig | RecipesConfig) -> None:
     if config.phase is not None and config.phase >= len(recipe.phases):
         allowed = f"must be below the recipe's number of phases, {len(recipe.phases)}"
         raise UserError("phase", config.phase, allowed)
+    try:
+        report = trec.analyze_recipe(
+            recipe,
+            fraction=config.fraction,
+            fraction_of=config.fraction_of,
+            m=trec.SMALL_LM_LAW if config.m is None else config.m,
+            p=config.power,
+            phase=config.phase,
+        )
+    except ValueError as error:
+        raise UserError("recipe", config.recipe, str(error)) from None
+    if config.m is None and not math.isfinite(report.tau):
+        allowed = "must be given: without weight decay there is no time scale for the law"
+        raise UserError("m", "null", allowed)
 
 
 def conclude(config: PlanConfig | RecipesConfig) -> Result:

@@ -9,11 +9,11 @@ import numpy as np
 
 from jaxlab.experiments.trec.scoring import curve_claim, halves_of, seed_resamples
 from jaxlab.experiments.trec.studies.common import (
-    REFERENCE_NOTE,
     Setting,
     bin_centres,
     curves_of,
     make_setting,
+    reference_notes,
     study_program,
 )
 from jaxlab.experiments.trec.study_config import CollapseConfig
@@ -108,7 +108,7 @@ def conclude(config: CollapseConfig, arrays: Mapping[str, Mapping[str, np.ndarra
         claims=tuple(claims),
         figures=(_figure(config, binned, others),),
         notes=(
-            REFERENCE_NOTE,
+            *reference_notes(config),
             "Correlations are across the two halves of the seeds; that of the base setting with "
             "itself shows what noise leaves.",
         ),

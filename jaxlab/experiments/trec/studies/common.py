@@ -20,7 +20,6 @@ from jaxlab.methods import trec
 from jaxlab.training.program import Program
 
 __all__ = [
-    "REFERENCE_NOTE",
     "Chains",
     "Setting",
     "bin_centres",
@@ -28,18 +27,29 @@ __all__ = [
     "curves_of",
     "make_setting",
     "num_parameters",
+    "reference_notes",
     "schedule_rates",
     "study_program",
     "tokens_per_parameter",
 ]
 
-REFERENCE_NOTE = (
-    "A measured curve is the final model's loss on each training batch minus that of another "
-    "replicate's final model on the same batch (the next one of the same half of the seeds)."
-)
-_REMEMBERED_BATCHES = 20_000
+_REMEMBERED_BYTES = 2**27
 # Separate streams of one seed; validation has a seed of its own.
 _TARGET_SEED_OFFSET = 2**20
+
+
+def reference_notes(config: StudyConfig) -> list[str]:
+    """What a reader must know of curves and intervals."""
+    whose = "same half of the" if config.replicates >= 4 else "study's"
+    notes = [
+        "A measured curve is the final model's loss on each training batch minus that of another "
+        f"replicate's final model on the same batch (the next one of the {whose} seeds)."
+    ]
+    if config.replicates < 4:
+        notes.append(
+            f"{config.replicates} replicates: intervals need at least 4, and 8 are advised."
+        )
+    return notes
 
 
 class Setting(NamedTuple):
@@ -82,6 +92,8 @@ def chains(config: StudyConfig, batch_size: int) -> Chains:
     )
     blend = (1 - data.blend) * first + data.blend * second
 
+    batch_bytes = 4 * batch_size * (config.context + 1)
+
     def source(transition: np.ndarray, offset: int) -> Callable[[int, int], np.ndarray]:
         @functools.lru_cache(maxsize=1024)
         def stream(seed: int) -> MarkovBatches:
@@ -91,7 +103,7 @@ def chains(config: StudyConfig, batch_size: int) -> Chains:
             )
 
         # Trials of one seed share their batches, and lanes run trial by trial.
-        @functools.lru_cache(maxsize=_REMEMBERED_BATCHES)
+        @functools.lru_cache(maxsize=_REMEMBERED_BYTES // batch_bytes)
         def batch(seed: int, index: int) -> np.ndarray:
             return stream(seed)[index]
 

@@ -9,12 +9,12 @@ import numpy as np
 
 from jaxlab.experiments.trec.scoring import curve_claim, fit_affine, seed_resamples
 from jaxlab.experiments.trec.studies.common import (
-    REFERENCE_NOTE,
     Setting,
     bin_centres,
     curves_of,
     make_setting,
     num_parameters,
+    reference_notes,
     study_program,
     tokens_per_parameter,
 )
@@ -101,8 +101,8 @@ def conclude(config: LawConfig, arrays: Mapping[str, Mapping[str, np.ndarray]]) 
     note = (
         f"The law is fitted to {used} of {fitted.m.shape[1]} settings (those whose exponent lies "
         f"inside its range) of a model of {num_parameters(config)} parameters, and used on one of "
-        f"{num_parameters(config, config.larger_width)}, at other time scales and another number "
-        "of tokens per parameter. Seeds are resampled for fit and use together."
+        f"{num_parameters(config, config.larger_width)}. Seeds are resampled for both "
+        "together."
     )
     if law is None:
         note = "Too few exponents lie inside their range: there is no law, and nothing to transfer."
@@ -128,7 +128,7 @@ def conclude(config: LawConfig, arrays: Mapping[str, Mapping[str, np.ndarray]]) 
         if law is None
         else (_law_figure(fitted, law), _curve_figure(config, arrays[_LARGER], law)),
         notes=(
-            REFERENCE_NOTE,
+            *reference_notes(config),
             note,
         ),
     )
@@ -249,15 +249,17 @@ def _metrics(
 def _law_figure(fitted: _Fitted, law: trec.PowerLaw) -> Figure:
     fits, residuals = [], []
     for tpp in np.unique(fitted.tpp):
-        here = fitted.tpp == tpp
+        # Those at an edge are no part of the fit, and zero has no logarithm.
+        here = (fitted.tpp == tpp) & ~fitted.at_edge[0]
+        if not here.any():
+            continue
         tau, m = fitted.tau[here], fitted.m[0, here]
         order = np.argsort(tau)
         tau, m = tau[order], m[order]
         label = f"TPP = {tpp:.3g}"
         fine = np.geomspace(tau[0], tau[-1], 50)
         fits += [Series(label, tau, m, style="points"), Series(label, fine, law(float(tpp), fine))]
-        with np.errstate(divide="ignore"):
-            residuals.append(Series(label, tau, np.log(m / law(float(tpp), tau)), style="points"))
+        residuals.append(Series(label, tau, np.log(m / law(float(tpp), tau)), style="points"))
     return Figure(
         "law",
         "The training-fraction exponent",
@@ -266,7 +268,9 @@ def _law_figure(fitted: _Fitted, law: trec.PowerLaw) -> Figure:
             Panel("time scale tau", "log m minus the law's", residuals, xscale="log"),
         ],
         "Exponents fitted to the small model's curves (points) and the power law through them "
-        f"(lines): m = {law.C:.3g} TPP^{law.mu_tpp:.3g} tau^{law.mu_tau:.3g}. Right: residuals.",
+        f"(lines): m = {law.C:.3g} TPP^{law.mu_tpp:.3g} tau^{law.mu_tau:.3g}. "
+        f"Right: residuals. Left out: {int(fitted.at_edge[0].sum())} settings whose exponent is an "
+        "end of its range.",
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -22,10 +23,11 @@ from jaxlab.reporting.figures import Figure, Panel, Series
 from jaxlab.reporting.report import Result
 from jaxlab.training.program import Program
 
-__all__ = ["build", "conclude"]
+__all__ = ["build", "conclude", "target_examples"]
 
 _NAME = "placement"
 _EVEN, _NONE = "even", "none"
+_LEAST_SEGMENTS = 5
 _PAPER = (
     "arXiv 2509.25380, placement at 610M: under step decay the best of ten segments is the one "
     "before the drop, the end is worse, all beat uniform mixing; no losses given; piloted here"
@@ -154,8 +156,10 @@ def conclude(
         schedule: _predicted_segment(config, found["alphas"][arms.index(_Arm(schedule, _NONE)), 0])
         for schedule in _schedules(config)
     }
-    placement = isinstance(config, PlacementConfig)
-    claims = _placement_claims if placement else _cpt_claims
+    if isinstance(config, PlacementConfig):
+        claims = _placement_claims(config, target, predicted)
+    else:
+        claims = _cpt_claims(config, target, base, predicted)
     data = chains(config, config.batch_size)
     metrics = {"least possible loss on high-quality data (nats)": data.target_entropy}
     for schedule, segment in predicted.items():
@@ -166,12 +170,12 @@ def conclude(
         method=config.method,
         variant=config.variant,
         metrics=metrics,
-        claims=tuple(claims(config, target, base, predicted)),  # pyright: ignore[reportArgumentType]
+        claims=tuple(claims),
         figures=(_figure(config, target, predicted, data.target_entropy),),
         notes=(
             "Every placement sees the same high-quality examples, a share of "
-            f"1/{config.num_segments}; even: as many in every batch. Losses are on held-out data.",
-            _exponent_note(config),
+            f"1/{config.num_segments}; even: spread over all batches. Losses are on held-out data.",
+            *_notes(config, predicted),
         ),
         files={"losses.csv": _table(target, base)},
     )
@@ -183,9 +187,12 @@ def _exponent(config: PlacementConfig | CptConfig) -> float:
     return float(trec.SMALL_LM_LAW(tokens_per_parameter(config, config.steps), config.tau))
 
 
-def _exponent_note(config: PlacementConfig | CptConfig) -> str:
+def _notes(config: PlacementConfig | CptConfig, predicted: Mapping[str, int]) -> list[str]:
     source = "given" if config.m is not None else "by the law of a small language model"
-    return f"The prediction uses m = {_exponent(config):.2f} ({source}), fixed before the runs."
+    notes = [f"The prediction uses m = {_exponent(config):.2f} ({source}), fixed before the runs."]
+    if isinstance(config, CptConfig) and config.num_segments - 1 in predicted.values():
+        notes.append("The predicted segment is the last one: trec.cpt has nothing to compare.")
+    return notes
 
 
 def _predicted_segment(config: PlacementConfig | CptConfig, alphas: np.ndarray) -> int:
@@ -206,17 +213,12 @@ def _segments(
 
 
 def _placement_claims(
-    config: PlacementConfig,
-    target: Mapping[_Arm, np.ndarray],
-    base: Mapping[_Arm, np.ndarray],
-    predicted: Mapping[str, int],
+    config: PlacementConfig, target: Mapping[_Arm, np.ndarray], predicted: Mapping[str, int]
 ) -> list[Claim]:
     claims = []
     if "step" in config.schedules:
         losses = _segments(config, target, "step")
-        # The last segment that ends before the drop, or with it.
-        drop = int(config.optimizer.step_at * config.num_segments * (1 + 1e-12)) - 1
-        before = losses[max(drop, 0)]
+        before = losses[round(config.optimizer.step_at * config.num_segments) - 1]
         even = target[_Arm("step", _EVEN)]
         rows = (
             ("trec.placement.step", losses[-1] - before, 0.3, "at the end"),
@@ -237,8 +239,10 @@ def _placement_claims(
         f"{', '.join(distances)} (segments)"
     )
     largest = np.max(list(distances.values()), axis=0)
+    # Among fewer segments most lie within one of each other.
+    bound = 1.0 if config.num_segments >= _LEAST_SEGMENTS else None
     claims.append(
-        _claim("trec.placement.predicted", largest, 1.0, statement, _PAPER, direction="<=")
+        _claim("trec.placement.predicted", largest, bound, statement, _PAPER, direction="<=")
     )
     for schedule, segment in predicted.items():
         losses = _segments(config, target, schedule)
@@ -272,11 +276,13 @@ def _cpt_claims(
     even, none = (target[_Arm(schedule, place)] for place in (_EVEN, _NONE))
     best = losses.argmin(axis=0)
     cost = base[_Arm(schedule, segment)] - base[_Arm(schedule, _NONE)]
+    # A prediction of the last segment has nothing to be compared with: the claim is unclear.
+    gain = losses[-1] - losses[segment] if segment < len(losses) - 1 else 0 * best + np.nan
     text = "Held-out loss on good data"
     return [
         _claim(
             "trec.cpt",
-            losses[-1] - losses[segment],
+            gain,
             0.0,
             f"{text} placed in the last segment of continued pre-training, minus placed in the "
             "predicted one (nats)",
@@ -324,7 +330,7 @@ def _claim(
     direction: str = ">=",
 ) -> Claim:
     kind: Kind = "finding" if bound is None else "claim"
-    return claim_from_values(
+    claim = claim_from_values(
         id,
         values,
         bound=bound,
@@ -333,6 +339,9 @@ def _claim(
         source=source,
         kind=kind,
     )
+    if id.endswith("predicted") and np.isfinite(claim.low):  # a distance
+        claim = dataclasses.replace(claim, low=max(claim.low, 0.0))
+    return claim
 
 
 def _table(target: Mapping[_Arm, np.ndarray], base: Mapping[_Arm, np.ndarray]) -> str:

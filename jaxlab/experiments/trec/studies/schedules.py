@@ -8,11 +8,11 @@ import numpy as np
 
 from jaxlab.experiments.trec.scoring import Scores, cross_fit, curve_claim, fit_affine, halves_of
 from jaxlab.experiments.trec.studies.common import (
-    REFERENCE_NOTE,
     Setting,
     bin_centres,
     curves_of,
     make_setting,
+    reference_notes,
     study_program,
 )
 from jaxlab.experiments.trec.study_config import SchedulesConfig
@@ -85,7 +85,7 @@ def conclude(config: SchedulesConfig, arrays: Mapping[str, Mapping[str, np.ndarr
         panels.append(
             Panel("training fraction t/T", "loss minus reference (nats)", lines, title=schedule)
         )
-    notes = [REFERENCE_NOTE]
+    notes = reference_notes(config)
     if edges:
         notes.append(f"The fitted exponent lies at the edge of its range for {'; '.join(edges)}.")
     figure = Figure(
