@@ -21,7 +21,7 @@ from jaxlab.errors import JaxlabError, UserError
 # Everything else is imported by the functions that need it: the first moments of the process, in
 # which Ctrl-C would print Python's traceback, stay short.
 if TYPE_CHECKING:
-    from jaxlab.experiments.base import RunConfig
+    from jaxlab.experiments.base import CommandConfig, RunConfig
     from jaxlab.reporting.report import Result
 
 __all__ = ["main"]
@@ -35,6 +35,9 @@ usage: python -m jaxlab.run [method=NAME] [variant=STUDY] [preset=test|cpu|paper
 
 methods:
 {methods}
+
+tools:
+{tools}
 
 examples:
   python -m jaxlab.run
@@ -102,11 +105,13 @@ def _dispatch(words: list[str]) -> int:
     overrides = composition.prepare_overrides(assignments, multirun=multirun)
     if multirun:
         return _sweep(overrides, show="--cfg" in flags)
-    config = composition.compose_config(overrides)
+    config = composition.compose_command(overrides)
     if "--cfg" in flags:
         print(_as_yaml(config), end="")
         return 0
-    return _single(config)
+    from jaxlab.experiments.base import RunConfig
+
+    return _single(config) if isinstance(config, RunConfig) else _tool(config)
 
 
 def _split_flags(words: list[str]) -> tuple[set[str], list[str]]:
@@ -144,16 +149,17 @@ def _help(assignments: list[str], *, multirun: bool) -> str:
         f"  {entry.slug:<{width}}  {entry.summary}  [variant={'|'.join(entry.variants)}]"
         for entry in registry.METHODS.values()
     )
-    return _USAGE.format(methods=methods)
+    tools = "\n".join(f"  {entry.slug}  {entry.summary}" for entry in registry.TOOLS.values())
+    return _USAGE.format(methods=methods, tools=tools)
 
 
 def _method_help(assignments: list[str], multirun: bool) -> str:
     """The fields of a method, with the values that these words would run with (first)."""
     from jaxlab.experiments import composition, registry
-    from jaxlab.experiments.base import config_fields, flatten, to_dict
+    from jaxlab.experiments.base import RunConfig, config_fields, flatten, to_dict
 
     overrides = composition.prepare_overrides(assignments, multirun=multirun)
-    config = composition.compose_config(composition.expand_sweep(overrides)[0])
+    config = composition.compose_command(composition.expand_sweep(overrides)[0])
     entry = registry.find_method(config.method)
     values = flatten(to_dict(config))
     lines = [
@@ -168,6 +174,8 @@ def _method_help(assignments: list[str], multirun: bool) -> str:
         "how much of it": "extent",
         "how it is computed (free to change when a run is resumed)": "execution",
     }
+    if not isinstance(config, RunConfig):
+        groups = {"what is computed": "identity", "how it is computed": "execution"}
     for title, role in groups.items():
         lines.append(f"{title}:")
         for name, info in config_fields(type(config)).items():
@@ -179,7 +187,7 @@ def _method_help(assignments: list[str], multirun: bool) -> str:
     return "\n".join(lines)
 
 
-def _as_yaml(config: RunConfig) -> str:
+def _as_yaml(config: CommandConfig) -> str:
     import yaml
 
     from jaxlab.experiments.base import to_dict
@@ -216,12 +224,25 @@ def _single(config: RunConfig) -> int:
     return claims_code(result.claims, config)
 
 
+def _tool(config: CommandConfig) -> int:
+    from jaxlab.experiments.registry import tool_module
+
+    _check_cache(config)
+    return tool_module(config.method).run(config)
+
+
 def _check_folders(config: RunConfig, run_dir: str) -> None:
     """Refuses folders that cannot be used, before anything is created or JAX is imported."""
     from jaxlab.reporting.directory import check_writable
 
     _check_store(run_dir, "run_dir")
     check_writable(run_dir)
+    _check_cache(config)
+
+
+def _check_cache(config: CommandConfig) -> None:
+    from jaxlab.reporting.directory import check_writable
+
     cache = config.compilation_cache
     if cache not in ("auto", "off"):
         _check_store(cache, "compilation_cache")

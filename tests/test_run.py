@@ -68,7 +68,10 @@ def test_cfg_prints_the_settings_and_runs_nothing(capsys, in_folder):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["method=trek"], "jaxlab: method=trek: unknown method; did you mean trec? Allowed: trec"),
+        (
+            ["method=trek"],
+            "jaxlab: method=trek: unknown method; did you mean trec? Allowed: trec, generate",
+        ),
         (["stpes=3"], "jaxlab: stpes=3: unknown field; did you mean steps?"),
         (["steps=abc"], "jaxlab: steps=abc: must be a valid integer"),
         (["steps=0"], "jaxlab: steps=0: must be greater than or equal to 2"),

@@ -1,6 +1,7 @@
 """What every experiment's configuration is made of.
 
-A configuration is a frozen pydantic dataclass that derives from `RunConfig`. Each field is
+A configuration is a frozen pydantic dataclass that derives from `RunConfig`, or, of a tool that
+keeps no run, from `CommandConfig`. Each field is
 typed, bounded, documented, and says what role it plays:
 
 * `identity`: what is computed. Two runs with equal identity fields are the same run.
@@ -33,6 +34,7 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, TypeAda
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 
 __all__ = [
+    "CommandConfig",
     "DistributedConfig",
     "FieldInfo",
     "MeshConfig",
@@ -133,15 +135,8 @@ class DistributedConfig:
 
 
 @configuration
-class RunConfig:
-    """Fields that every method has.
-
-    Attributes:
-      keeps_results: whether a finished run is found again; False for what depends on more than its
-        settings and is computed anew.
-    """
-
-    keeps_results: ClassVar[bool] = True
+class CommandConfig:
+    """Fields of everything that `method=` names: of methods, and of tools, which keep no run."""
 
     method: Annotated[str, option("Which paper's method to run.")]
     variant: Annotated[str, option("Which study of the method.")]
@@ -152,6 +147,37 @@ class RunConfig:
     scale: Annotated[str, option("The machine that the run is laid out for.", role="execution")] = (
         "cpu"
     )
+    seed: Annotated[int, option("Seed of the random numbers.", ge=0, le=2**31 - 1)] = 100
+    precision: Annotated[
+        Literal["highest", "high", "default"],
+        option("Precision of float32 matrix products on accelerators."),
+    ] = "highest"
+    mesh: Annotated[MeshConfig, Field()] = MeshConfig()
+    distributed: Annotated[DistributedConfig, Field()] = DistributedConfig()
+    compilation_cache: Annotated[
+        str,
+        option(
+            "Folder of compiled programs, or auto (the user's cache folder), or off.",
+            role="execution",
+            min_length=1,
+        ),
+        _from_path,
+        _expand_user,
+    ] = "auto"
+    quiet: Annotated[bool, option("Print nothing but errors.", role="execution")] = False
+
+
+@configuration
+class RunConfig(CommandConfig):
+    """Fields that every method has.
+
+    Attributes:
+      keeps_results: whether a finished run is found again; False for what depends on more than its
+        settings and is computed anew.
+    """
+
+    keeps_results: ClassVar[bool] = True
+
     seed: Annotated[
         int,
         option(
@@ -185,30 +211,13 @@ class RunConfig:
         Annotated[int, Field(ge=1, le=1_000_000)] | Literal["auto"],
         option("Training steps in one call of the compiled program.", role="execution"),
     ] = "auto"
-    precision: Annotated[
-        Literal["highest", "high", "default"],
-        option("Precision of float32 matrix products on accelerators."),
-    ] = "highest"
-    mesh: Annotated[MeshConfig, Field()] = MeshConfig()
-    distributed: Annotated[DistributedConfig, Field()] = DistributedConfig()
     checkpoint_every: Annotated[
         int, option("Steps between checkpoints.", role="execution", ge=1, le=10_000_000)
     ] = 200
     log_every: Annotated[
         int, option("Steps between lines of metrics.jsonl.", role="execution", ge=1, le=10_000_000)
     ] = 10
-    compilation_cache: Annotated[
-        str,
-        option(
-            "Folder of compiled programs, or auto (the user's cache folder), or off.",
-            role="execution",
-            min_length=1,
-        ),
-        _from_path,
-        _expand_user,
-    ] = "auto"
     tensorboard: Annotated[bool, option("Write TensorBoard events.", role="execution")] = True
-    quiet: Annotated[bool, option("Print nothing but errors.", role="execution")] = False
     profile: Annotated[
         bool, option("Write a profiler trace of 5 steps to run_dir/profile.", role="execution")
     ] = False
@@ -286,13 +295,13 @@ def _allowed(annotation: Any, metadata: Sequence[Any]) -> str:
         inner = [item for info in members[1:] for item in getattr(info, "metadata", ())]
         return _allowed(members[0], inner)
     if get_origin(annotation) is tuple:
-        return f"list of {_allowed(members[0], ())}"
+        return f"list of {_allowed(members[0], ())}{limits}"
     texts = [_allowed(member, ()) for member in members]
     texts[0] += limits
     return " or ".join(texts)
 
 
-def to_dict(config: RunConfig) -> dict[str, Any]:
+def to_dict(config: CommandConfig) -> dict[str, Any]:
     """The configuration as plain nested dicts, lists, strings and numbers."""
     return TypeAdapter(type(config)).dump_python(config, mode="json")
 

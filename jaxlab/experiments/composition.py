@@ -16,7 +16,7 @@ import pathlib
 import re
 import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 import yaml
 from etils import epath
@@ -41,11 +41,19 @@ from pydantic import TypeAdapter, ValidationError
 
 from jaxlab.errors import UserError
 from jaxlab.experiments import registry
-from jaxlab.experiments.base import FieldInfo, RunConfig, config_fields, flatten, to_dict
+from jaxlab.experiments.base import (
+    CommandConfig,
+    FieldInfo,
+    RunConfig,
+    config_fields,
+    flatten,
+    to_dict,
+)
 
 __all__ = [
     "call_launcher",
     "command_of",
+    "compose_command",
     "compose_config",
     "compose_configs",
     "config_directory",
@@ -87,7 +95,7 @@ def register_defaults(methods: Iterable[str]) -> None:
 
 @functools.cache
 def _defaults(slug: str, variant: str) -> dict[str, Any]:
-    return to_dict(validate(slug, {"variant": variant}))
+    return to_dict(_validated(slug, {"variant": variant}))
 
 
 def prepare_overrides(words: Sequence[str], *, multirun: bool = False) -> list[str]:
@@ -189,6 +197,8 @@ def _quote_text(word: str, fields: Mapping[str, FieldInfo], multirun: bool) -> s
         return word
     if value == "null" and type(None) in members:
         return word
+    if get_origin(info.annotation) is tuple and value[0] == "[":
+        return word
     if value[0] == value[-1] and value[0] in "'\"" and len(value) > 1:
         return word
     if multirun and info.role == "identity":
@@ -261,8 +271,8 @@ def _method_choice(chosen: Mapping[str, Sequence[str]]) -> str:
     return "method=" + ",".join(files)
 
 
-def compose_config(overrides: Sequence[str]) -> RunConfig:
-    """Composes and validates one configuration.
+def compose_command(overrides: Sequence[str]) -> CommandConfig:
+    """Composes and validates one configuration, of a method or a tool.
 
     Args:
       overrides: from `prepare_overrides`, each with a single value.
@@ -270,20 +280,45 @@ def compose_config(overrides: Sequence[str]) -> RunConfig:
     Raises:
       UserError: a choice does not exist, or a value is of the wrong type or out of its bounds.
     """
+    return _compose_all([overrides])[0]
+
+
+def compose_config(overrides: Sequence[str]) -> RunConfig:
+    """Composes and validates one configuration of a method.
+
+    Args:
+      overrides: from `prepare_overrides`, each with a single value.
+
+    Raises:
+      UserError: as `compose_command`, or it is a tool's.
+    """
     return compose_configs([overrides])[0]
 
 
 def compose_configs(combinations: Sequence[Sequence[str]]) -> list[RunConfig]:
-    """Composes and validates many configurations, quickly where they share their files.
-
-    Hydra composes once for each choice of files; the values of single fields are then read by
-    Hydra's grammar and put into a copy of what it composed.
+    """Composes and validates many configurations of methods.
 
     Args:
       combinations: from `expand_sweep`.
 
     Raises:
       UserError: as `compose_config`.
+    """
+    return [_of_method(config) for config in _compose_all(combinations)]
+
+
+def _of_method(config: CommandConfig) -> RunConfig:
+    if not isinstance(config, RunConfig):
+        problem = f"is a tool; allowed: python -m jaxlab.run method={config.method}, without -m"
+        raise UserError("method", config.method, problem)
+    return config
+
+
+def _compose_all(combinations: Sequence[Sequence[str]]) -> list[CommandConfig]:
+    """Composes quickly what shares its files.
+
+    Hydra composes once for each choice of files; the values of single fields are then read by
+    Hydra's grammar and put into a copy of what it composed.
     """
     composed: dict[tuple[str, ...], dict[str, Any]] = {}
     parsed: dict[str, Override] = {}
@@ -300,7 +335,7 @@ def compose_configs(combinations: Sequence[Sequence[str]]) -> list[RunConfig]:
         tree = copy.deepcopy(composed[files])
         for override in plain.values():
             _assign(tree, override.key_or_group, override.value())
-        configs.append(validate(_slug(overrides), tree))
+        configs.append(_validated(_slug(overrides), tree))
     return configs
 
 
@@ -365,6 +400,10 @@ def validate(slug: str, tree: Mapping[str, Any]) -> RunConfig:
     Raises:
       UserError: with the dotted field, its value and what is allowed.
     """
+    return _of_method(_validated(slug, tree))
+
+
+def _validated(slug: str, tree: Mapping[str, Any]) -> CommandConfig:
     cls = registry.config_class(slug, tree.get("variant"))
     try:
         return TypeAdapter(cls).validate_python(tree)
@@ -389,7 +428,7 @@ def load_config(folder: epath.PathLike) -> RunConfig | None:
         raise UserError("run_dir", folder, problem) from None
 
 
-def _explain(error: ValidationError, cls: type[RunConfig]) -> UserError:
+def _explain(error: ValidationError, cls: type[CommandConfig]) -> UserError:
     """The first problem as field, value and what is allowed."""
     fields = config_fields(cls)
     problems = error.errors()
@@ -405,6 +444,11 @@ def _explain(error: ValidationError, cls: type[RunConfig]) -> UserError:
     if field not in fields:
         problem = f"unknown field; {registry.nearest(field, list(fields))}"
         return UserError(field, first["input"], problem)
+    if get_origin(fields[field].annotation) is tuple:
+        if first["type"] == "literal_error":
+            options = [str(choice) for choice in get_args(get_args(fields[field].annotation)[0])]
+            return UserError(field, first["input"], registry.nearest(str(first["input"]), options))
+        return UserError(field, first["input"], f"must be a {fields[field].allowed}, as in [a,b]")
     if first["type"] == "literal_error":
         options = [str(choice) for choice in get_args(fields[field].annotation)]
         return UserError(field, first["input"], registry.nearest(str(first["input"]), options))

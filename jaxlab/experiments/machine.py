@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import datetime
 import importlib.metadata
 import os
@@ -17,11 +18,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
 from jaxlab.errors import UserError
-from jaxlab.experiments.base import RunConfig
+from jaxlab.experiments.base import CommandConfig, RunConfig
+from jaxlab.parallel.mesh import make_mesh
 
 __all__ = [
+    "chosen_mesh",
     "compilation_cache",
     "describe_environment",
     "machine_name",
@@ -70,6 +74,20 @@ def stop_requests(enabled: bool) -> Iterator[Callable[[], int | None]]:
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
+
+
+def chosen_mesh(config: CommandConfig) -> Mesh | None:
+    """The mesh that the user asks for; several processes always share one.
+
+    Raises:
+      UserError: the machine's devices do not make it.
+    """
+    sizes = dataclasses.asdict(config.mesh)
+    if set(sizes.values()) == {1}:
+        if jax.process_count() == 1:
+            return None
+        sizes["data"] = -1
+    return make_mesh(**sizes)
 
 
 @contextlib.contextmanager

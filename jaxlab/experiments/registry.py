@@ -1,6 +1,6 @@
-"""The methods that can be run, in one static table.
+"""The methods and tools that can be run, in static tables.
 
-It is read before anything heavy is imported: by `--help`, by the validation of the command line
+They are read before anything heavy is imported: by `--help`, by the validation of the command line
 and by the README's status table.
 """
 
@@ -12,14 +12,23 @@ import importlib
 from types import ModuleType
 
 from jaxlab.errors import UserError
-from jaxlab.experiments.base import RunConfig
+from jaxlab.experiments.base import CommandConfig
 
-__all__ = ["METHODS", "Method", "config_class", "experiment_module", "find_method", "nearest"]
+__all__ = [
+    "METHODS",
+    "TOOLS",
+    "Method",
+    "config_class",
+    "experiment_module",
+    "find_method",
+    "nearest",
+    "tool_module",
+]
 
 
 @dataclasses.dataclass(frozen=True)
 class Method:
-    """A method's entry.
+    """A method's or tool's entry.
 
     Attributes:
       slug: what follows `method=`, and the name of its folder under `jaxlab/experiments/`.
@@ -57,6 +66,15 @@ METHODS: dict[str, Method] = {
 }
 
 
+TOOLS: dict[str, Method] = {
+    entry.slug: entry
+    for entry in (
+        Method("generate", "Text from a pretrained or trained language model", ("text",)),
+    )
+}
+"""What makes no claims and keeps no run."""
+
+
 def nearest(value: str, allowed: list[str] | tuple[str, ...]) -> str:
     """The end of an error message: the nearest match, if there is one, and all that is allowed.
 
@@ -69,18 +87,19 @@ def nearest(value: str, allowed: list[str] | tuple[str, ...]) -> str:
 
 
 def find_method(slug: str) -> Method:
-    """The entry of a method.
+    """The entry of a method or tool.
 
     Raises:
       UserError: there is no such method; the message names the nearest one.
     """
-    if slug not in METHODS:
-        raise UserError("method", slug, f"unknown method; {nearest(slug, list(METHODS))}")
-    return METHODS[slug]
+    known = {**METHODS, **TOOLS}
+    if slug not in known:
+        raise UserError("method", slug, f"unknown method; {nearest(slug, list(known))}")
+    return known[slug]
 
 
-def config_class(slug: str, variant: str | None = None) -> type[RunConfig]:
-    """The configuration class of a method's study. Imports pydantic, never JAX.
+def config_class(slug: str, variant: str | None = None) -> type[CommandConfig]:
+    """The configuration class of a method's study, or of a tool. Imports pydantic, never JAX.
 
     Args:
       slug: the method.
@@ -95,3 +114,8 @@ def experiment_module(slug: str) -> ModuleType:
     """The module with a method's `build` and `conclude`. Imports JAX."""
     find_method(slug)
     return importlib.import_module(f"jaxlab.experiments.{slug}.experiment")
+
+
+def tool_module(slug: str) -> ModuleType:
+    """The module with a tool's `run`, from its configuration to an exit code. May import JAX."""
+    return importlib.import_module(f"jaxlab.experiments.{slug}.tool")

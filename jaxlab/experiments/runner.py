@@ -22,7 +22,6 @@ from jax.sharding import Mesh
 from jaxlab.errors import DivergedError, JaxlabError, UserError
 from jaxlab.experiments import composition, machine, registry
 from jaxlab.experiments.base import RunConfig, config_fields, flatten, identity, to_dict
-from jaxlab.parallel.mesh import make_mesh
 from jaxlab.parallel.processes import ProcessSettings, agree, is_main, start_processes
 from jaxlab.reporting.claims import Claim
 from jaxlab.reporting.directory import make_directory, own_directory
@@ -118,7 +117,7 @@ def _plan(
     known = _finished(configs, paths)
     if known is not None:
         return known, [], None
-    mesh, programs = _mesh(configs[0]), _build(configs)
+    mesh, programs = machine.chosen_mesh(configs[0]), _build(configs)
     if mesh is not None:
         for program in programs:
             if isinstance(program, Program):
@@ -135,16 +134,6 @@ def _check_same_everywhere(programs: Sequence[Program | HostProgram]) -> None:
     mark = int(hashlib.sha256(text.encode()).hexdigest()[:7], 16)
     if agree(mark) != -agree(-mark):
         raise UserError("data", text, "differs between the processes' machines")
-
-
-def _mesh(config: RunConfig) -> Mesh | None:
-    """The mesh that the user asks for; several processes always share one."""
-    sizes = dataclasses.asdict(config.mesh)
-    if set(sizes.values()) == {1}:
-        if jax.process_count() == 1:
-            return None
-        sizes["data"] = -1
-    return make_mesh(**sizes)
 
 
 def _finished(

@@ -1,180 +1,72 @@
-"""A causal language model in the style of Llama.
+"""One causal language model for the families of open decoders.
 
-Pre-norm blocks with RMSNorm, rotary positions, grouped-query attention and SwiGLU, without
-biases. Sources: Touvron et al., "LLaMA", section 2.2; Ainslie et al., "GQA"; Radford et al.,
-"Language Models are Unsupervised Multitask Learners", section 2.3 (scaled initialisation).
+Pre-norm blocks with grouped-query attention and an MLP. The defaults are Llama's: RMSNorm, rotary
+positions, SwiGLU, no biases. Fields turn it into Qwen (biases or norms of queries and keys),
+Mistral (sliding windows) or GPT-2 (LayerNorm, learned positions, an ungated MLP, biases);
+`models.pretrained.families` reads them from published configurations. Sources: Touvron et al.,
+"LLaMA", section 2.2; Ainslie et al., "GQA"; Jiang et al., "Mistral 7B"; Radford et al., "Language
+Models are Unsupervised Multitask Learners", section 2.3 (also the scaled initialisation).
 
 The parameters of layer `i` live under `layer_i`. That is the canonical form, whatever ran the
 layers: `stack_layers` makes the one that `scan_layers=True` reads, `unstack_layers` undoes it.
+Decoding with a cache is in `models.seam`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Integer
 
-from jaxlab.ops.attention import causal_mask, dot_product_attention
-from jaxlab.ops.rotary import apply_rotary, rotary_frequencies
+from jaxlab.models.blocks import (
+    ACTIVATIONS,
+    INIT_STDDEV,
+    Activation,
+    Block,
+    Norm,
+    Pattern,
+    new_weight,
+    wide,
+)
+from jaxlab.ops.rotary import RotaryScaling
 from jaxlab.parallel.mesh import split_examples
 
 __all__ = [
-    "Block",
     "Decoder",
+    "DecoderOutput",
     "decoder_block",
     "parameter_count",
     "stack_layers",
     "unstack_layers",
 ]
 
-_INIT_STDDEV = 0.02
-_VOCABULARY_TABLES = ("embedding", "unembedding")
+_VOCABULARY_TABLES = ("embedding", "unembedding", "position_embedding")
+_EVERYTHING = 2**30  # a window wider than any sequence
 
 
-def _wide(dtype: Any) -> Any:
-    """The type of norms, softmax and logits: float32, unless `dtype` is wider."""
-    # NumPy's rule, since JAX's is switched off under strict promotion.
-    return np.promote_types(dtype, np.float32)
-
-
-class _RmsNorm(nn.Module):
-    # Not flax's, which mixes types by promotion for any other dtype than float32.
-    epsilon: float
-    dtype: Any
-
-    @nn.compact
-    def __call__(self, x: Float[Array, "batch seq width"]) -> Float[Array, "batch seq width"]:
-        ones: Any = nn.with_logical_partitioning(nn.initializers.ones, ("embed",))
-        scale = self.param("scale", ones, x.shape[-1:], jnp.float32)
-        x = x.astype(_wide(self.dtype))
-        mean_square = jnp.mean(x * x, axis=-1, keepdims=True)
-        scaled = (
-            x * jax.lax.rsqrt(mean_square + self.epsilon) * scale.astype(x.dtype)[None, None, :]
-        )
-        return scaled.astype(self.dtype)
-
-
-class Block(nn.Module):
-    """One pre-norm layer: attention and a gated MLP, each added to its input.
-
-    Calling it attends within the given tokens. A loop with a key cache calls `project`, attends
-    over its cache, and gives the outcome to `merge`; everything but the attention is shared.
+class DecoderOutput(NamedTuple):
+    """What `Decoder.outputs` gives.
 
     Attributes:
-      width: width of the residual stream.
-      num_heads: query heads.
-      num_kv_heads: key-value heads, a divisor of `num_heads`.
-      head_dim: width of a head.
-      hidden_width: width of the gated MLP.
-      rope_theta: base of the rotary frequencies.
-      norm_epsilon: added to the mean square in the norms.
-      output_stddev: standard deviation of the two output projections at the start.
-      dtype: type of the computation.
+      logits: unnormalised log-probabilities, float32; None if they were not asked for.
+      normed: what the logits are a linear function of: the last layer's output after the norm.
+      hidden: the chosen residual streams, in the order of `hidden_layers`.
+      attention: the chosen layers' attention weights, in the order of `attention_layers`.
     """
 
-    width: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    hidden_width: int
-    rope_theta: float
-    norm_epsilon: float
-    output_stddev: float
-    dtype: Any
-
-    def setup(self) -> None:
-        heads = (self.width, self.num_heads, self.head_dim)
-        kv_heads = (self.width, self.num_kv_heads, self.head_dim)
-        kv_axes = ("embed", "kv_heads", "head_dim")
-        out = self.output_stddev
-        self.attention_norm = _RmsNorm(self.norm_epsilon, self.dtype)
-        self.query = self._weight("query", heads, ("embed", "heads", "head_dim"))
-        self.key = self._weight("key", kv_heads, kv_axes)
-        self.value = self._weight("value", kv_heads, kv_axes)
-        self.attention_output = self._weight(
-            "attention_output", heads[1:] + heads[:1], ("heads", "head_dim", "embed"), out
-        )
-        self.mlp_norm = _RmsNorm(self.norm_epsilon, self.dtype)
-        self.gate = self._weight("gate", (self.width, self.hidden_width), ("embed", "mlp"))
-        self.up = self._weight("up", (self.width, self.hidden_width), ("embed", "mlp"))
-        self.down = self._weight("down", (self.hidden_width, self.width), ("mlp", "embed"), out)
-
-    def _weight(
-        self,
-        name: str,
-        shape: tuple[int, ...],
-        axes: tuple[str, ...],
-        stddev: float = _INIT_STDDEV,
-    ) -> Array:
-        return _weight(self, name, shape, axes, stddev).astype(self.dtype)
-
-    def project(
-        self, x: Float[Array, "batch seq width"], positions: Int[Array, "batch seq"]
-    ) -> tuple[
-        Float[Array, "batch seq heads head_dim"],
-        Float[Array, "batch seq kv_heads head_dim"],
-        Float[Array, "batch seq kv_heads head_dim"],
-    ]:
-        """Queries, keys and values of the tokens; positions are turned into the first two.
-
-        Args:
-          x: residual stream.
-          positions: place of every token in its sequence.
-
-        Returns:
-          `(query, key, value)`, ready for `dot_product_attention` and for a cache.
-        """
-        normed = self.attention_norm(x)
-        query, key, value = (
-            jnp.einsum("bsw,whd->bshd", normed, weight)
-            for weight in (self.query, self.key, self.value)
-        )
-        frequencies = rotary_frequencies(self.head_dim, self.rope_theta)
-        query = apply_rotary(query, positions, frequencies)
-        return query, apply_rotary(key, positions, frequencies), value
-
-    def merge(
-        self,
-        x: Float[Array, "batch seq width"],
-        attended: Float[Array, "batch seq heads head_dim"],
-    ) -> Float[Array, "batch seq width"]:
-        """The layer's output from its input and what its queries have read.
-
-        Args:
-          x: residual stream, as given to `project`.
-          attended: weighted means of the values, one for each query.
-        """
-        x = split_examples(x + jnp.einsum("bshd,hdw->bsw", attended, self.attention_output))
-        normed = self.mlp_norm(x)
-        gate = nn.silu(jnp.einsum("bsw,wm->bsm", normed, self.gate))
-        hidden = gate * jnp.einsum("bsw,wm->bsm", normed, self.up)
-        return split_examples(x + jnp.einsum("bsm,mw->bsw", hidden, self.down))
-
-    def __call__(
-        self,
-        x: Float[Array, "batch seq width"],
-        positions: Int[Array, "batch seq"],
-        mask: Bool[Array, "#batch 1 seq seq"],
-    ) -> Float[Array, "batch seq width"]:
-        """The layer over a whole sequence.
-
-        Args:
-          x: residual stream.
-          positions: place of every token in its sequence.
-          mask: True where a query may attend to a key.
-        """
-        query, key, value = self.project(x, positions)
-        return self.merge(x, dot_product_attention(query, key, value, mask))
+    logits: Float[Array, "batch seq vocab"] | None
+    normed: Float[Array, "batch seq width"]
+    hidden: tuple[Float[Array, "batch seq width"], ...]
+    attention: tuple[Float[Array, "batch heads seq seq"], ...]
 
 
 class Decoder(nn.Module):
-    """A Llama-style causal language model.
+    """A causal language model.
 
     Attributes:
       vocab_size: number of tokens.
@@ -182,17 +74,32 @@ class Decoder(nn.Module):
       num_layers: number of blocks.
       num_heads: query heads.
       num_kv_heads: key-value heads, a divisor of `num_heads`, which is also the default.
-      head_dim: width of a head, even; `width / num_heads` by default, but free.
-      hidden_width: width of the gated MLP; by default 8/3 of `width`, rounded up to a multiple
-        of 32, which gives it about the parameters of an ungated MLP of four times `width`.
+      head_dim: width of a head; `width / num_heads` by default, but free; even if rotary.
+      hidden_width: width of the MLP; by default 8/3 of `width`, rounded up to a multiple of 32,
+        which gives a gated MLP about the parameters of an ungated one of four times `width`.
       rope_theta: base of the rotary frequencies.
       norm_epsilon: added to the mean square in the norms.
       tie_embeddings: whether the logits use the table that embeds the tokens.
-      dtype: type of the computation. Parameters are float32; norms, softmax and logits are
-        computed in float32.
+      dtype: type of the computation. Norms, softmax and logits are computed in float32.
       scan_layers: run the layers as one compiled loop over stacked parameters: compiles once
         instead of `num_layers` times, and reads `stack_layers(params)`.
       remat: recompute each layer in the backward pass instead of storing its inner values.
+      rope_scaling: extension of the rotary embedding to longer texts.
+      norm: RMSNorm, or LayerNorm with a bias.
+      qk_norm: whether an RMSNorm over `head_dim` precedes the rotary embedding.
+      qkv_bias: whether queries, keys and values have biases.
+      output_bias: whether the attention's output has one.
+      mlp_bias: whether the projections of the MLP have biases.
+      gated_mlp: whether the MLP is `down(activation(gate(x)) * up(x))`, not
+        `down(activation(up(x)))`.
+      activation: of the MLP; `gelu_tanh` is GELU's tanh form.
+      sliding_window: how many positions a query sees, its own included: for all layers, or for
+        each, where None is all.
+      num_positions: size of a table of learned positions that takes the place of the rotary
+        embedding; None for rotary.
+      attention_block: sequences longer than four times this attend in blocks of so many queries
+        and keys, so that memory does not grow with the square of the length.
+      param_dtype: type of the parameters.
 
     Raises:
       ValueError: at construction, for sizes that do not fit together.
@@ -211,90 +118,246 @@ class Decoder(nn.Module):
     dtype: Any = jnp.float32
     scan_layers: bool = False
     remat: bool = False
+    rope_scaling: RotaryScaling | None = None
+    norm: Literal["rms", "layer"] = "rms"
+    qk_norm: bool = False
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    gated_mlp: bool = True
+    activation: Activation = "silu"
+    sliding_window: int | tuple[int | None, ...] | None = None
+    num_positions: int | None = None
+    attention_block: int = 128
+    param_dtype: Any = jnp.float32
 
     def __post_init__(self) -> None:
         _check_sizes(self)
         super().__post_init__()
 
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The sliding window of every layer."""
+        if isinstance(self.sliding_window, tuple):
+            return self.sliding_window
+        return (self.sliding_window,) * self.num_layers
+
     def setup(self) -> None:
         table = (self.vocab_size, self.width)
-        self.embedding = _weight(self, "embedding", table, ("vocab", "embed"), _INIT_STDDEV)
+        self.embedding = new_weight(self, "embedding", table, ("vocab", "embed"), INIT_STDDEV)
+        if self.num_positions is not None:
+            shape = (self.num_positions, self.width)
+            self.position_embedding = new_weight(
+                self, "position_embedding", shape, (None, "embed"), INIT_STDDEV
+            )
         # Inside a scan nothing can merge the recomputation with the first computation.
         block = nn.remat(Block, prevent_cse=not self.scan_layers) if self.remat else Block
-        for name in ["layers"] if self.scan_layers else _layer_names(self.num_layers):
-            setattr(self, name, block(**_block_sizes(self)))
-        self.final_norm = _RmsNorm(self.norm_epsilon, self.dtype)
+        for index, name in enumerate(self._block_names()):
+            setattr(self, name, block(**_block_sizes(self, index)))
+        self.final_norm = Norm(self.norm, self.norm_epsilon, "embed", self.dtype, self.param_dtype)
         if not self.tie_embeddings:
-            self.unembedding = _weight(
-                self, "unembedding", table[::-1], ("embed", "vocab"), _INIT_STDDEV
+            self.unembedding = new_weight(
+                self, "unembedding", table[::-1], ("embed", "vocab"), INIT_STDDEV
             )
 
-    def embed(self, tokens: Integer[Array, "batch seq"]) -> Float[Array, "batch seq width"]:
+    def _block_names(self) -> list[str]:
+        return ["layers"] if self.scan_layers else _layer_names(self.num_layers)
+
+    def embed(
+        self,
+        tokens: Integer[Array, "batch seq"],
+        positions: Int[Array, "#batch seq"] | None = None,
+    ) -> Float[Array, "batch seq width"]:
         """The residual stream that enters the first layer.
 
         Args:
           tokens: in `[0, vocab_size)`; one at or above `vocab_size` gives NaN.
+          positions: place of every token in its sequence; only learned positions need it.
+
+        Raises:
+          ValueError: positions are learned and none were given.
         """
-        return split_examples(jnp.take(self.embedding, tokens, axis=0).astype(self.dtype))
+        x = jnp.take(self.embedding, tokens, axis=0).astype(self.dtype)
+        if self.num_positions is not None:
+            if positions is None:
+                raise ValueError("positions=None: a model with learned positions needs them")
+            x = x + jnp.take(self.position_embedding, positions, axis=0).astype(self.dtype)
+        return split_examples(x)
+
+    def normalize(self, x: Float[Array, "batch seq width"]) -> Float[Array, "batch seq width"]:
+        """The final norm of the residual stream that leaves the last layer."""
+        return self.final_norm(x)
+
+    def read_out(self, normed: Float[Array, "batch seq width"]) -> Float[Array, "batch seq vocab"]:
+        """Float32 logits from what `normalize` gives."""
+        weight, axis = (self.embedding, 1) if self.tie_embeddings else (self.unembedding, 0)
+        logits = jax.lax.dot_general(
+            normed.reshape(-1, self.width),
+            weight.astype(self.dtype),
+            (((1,), (axis,)), ((), ())),
+            preferred_element_type=wide(self.dtype),
+        )
+        return logits.reshape(*normed.shape[:2], self.vocab_size)
 
     def unembed(self, x: Float[Array, "batch seq width"]) -> Float[Array, "batch seq vocab"]:
         """Float32 logits from the residual stream that leaves the last layer."""
-        weight = self.embedding.T if self.tie_embeddings else self.unembedding
-        return jnp.einsum(
-            "bsw,wv->bsv",
-            self.final_norm(x),
-            weight.astype(self.dtype),
-            preferred_element_type=_wide(self.dtype),
-        )
+        return self.read_out(self.normalize(x))
 
     def __call__(
         self,
         tokens: Integer[Array, "batch seq"],
-        positions: Int[Array, "batch seq"] | None = None,
+        positions: Int[Array, "#batch seq"] | None = None,
         mask: Bool[Array, "#batch 1 seq seq"] | None = None,
+        *,
+        segment_ids: Int[Array, "batch seq"] | None = None,
+        valid: Bool[Array, "batch seq"] | None = None,
     ) -> Float[Array, "batch seq vocab"]:
         """Logits of the token that follows each token.
 
         Args:
           tokens: in `[0, vocab_size)`; one at or above `vocab_size` gives NaN.
-          positions: place of every token in its sequence; 0, 1, ... by default.
-          mask: True where a query may attend to a key; by default at its own position or before.
+          positions: place of every token in its sequence; 0, 1, ... by default, counted from the
+            first valid token. Rows that are packed with several segments should give them.
+          mask: True where a query may attend to a key, in place of the causal rule; a sliding
+            window narrows it further.
+          segment_ids: segment of every token, from 1, and 0 for padding: a token sees its own
+            segment only.
+          valid: False for padding, on either side; its logits mean nothing.
 
         Returns:
           Unnormalised log-probabilities, float32.
+
+        Raises:
+          ValueError: a mask together with segments or with padding.
         """
-        if positions is None:
-            steps = jnp.arange(tokens.shape[1], dtype=jnp.int32)
-            positions = jnp.broadcast_to(steps[None, :], tokens.shape)
-        if mask is None:
-            mask = causal_mask(positions)
-        x = self.embed(tokens)
+        found = self.outputs(tokens, positions, mask, segment_ids=segment_ids, valid=valid)
+        assert found.logits is not None
+        return found.logits
+
+    def outputs(
+        self,
+        tokens: Integer[Array, "batch seq"],
+        positions: Int[Array, "#batch seq"] | None = None,
+        mask: Bool[Array, "#batch 1 seq seq"] | None = None,
+        *,
+        segment_ids: Int[Array, "batch seq"] | None = None,
+        valid: Bool[Array, "batch seq"] | None = None,
+        hidden_layers: Sequence[int] = (),
+        attention_layers: Sequence[int] = (),
+        logits: bool = True,
+    ) -> DecoderOutput:
+        """The logits and what happens on the way to them.
+
+        Args:
+          tokens: as for a call; so are `positions`, `mask`, `segment_ids` and `valid`.
+          positions: place of every token in its sequence.
+          mask: True where a query may attend to a key.
+          segment_ids: segment of every token.
+          valid: False for padding.
+          hidden_layers: which residual streams to give: 0 enters the first layer, `i` leaves
+            layer `i - 1`, `num_layers` enters the final norm.
+          attention_layers: layers, from 0, whose attention weights to give.
+          logits: whether to compute the logits.
+
+        Returns:
+          Logits, the normed state that they are read from, and what was chosen.
+
+        Raises:
+          ValueError: a mask together with segments or with padding, a layer that is not there,
+            or layers asked of a scanned model.
+        """
+        _check_layers(self, "hidden_layers", hidden_layers, self.num_layers)
+        _check_layers(self, "attention_layers", attention_layers, self.num_layers - 1)
+        pattern = self.pattern(tokens, positions, mask, segment_ids=segment_ids, valid=valid)
+        x = self.embed(tokens, pattern.positions)
+        hidden, attention = {0: x}, {}
+        if self.scan_layers:
+            x = self.run_layers(x, pattern)
+        else:
+            for index in range(self.num_layers):
+                if index in attention_layers:
+                    attention[index] = getattr(self, f"layer_{index}").weights(x, pattern)
+                x = self.run_layers(x, pattern, index, index + 1)
+                hidden[index + 1] = x
+        normed = self.normalize(x)
+        return DecoderOutput(
+            self.read_out(normed) if logits else None,
+            normed,
+            tuple(hidden[index] for index in hidden_layers),
+            tuple(attention[index] for index in attention_layers),
+        )
+
+    def pattern(
+        self,
+        tokens: Integer[Array, "batch seq"],
+        positions: Int[Array, "#batch seq"] | None = None,
+        mask: Bool[Array, "#batch 1 seq seq"] | None = None,
+        *,
+        segment_ids: Int[Array, "batch seq"] | None = None,
+        valid: Bool[Array, "batch seq"] | None = None,
+    ) -> Pattern:
+        """What `run_layers` needs to know of the tokens; the arguments are those of a call."""
+        if mask is not None and (segment_ids is not None or valid is not None):
+            raise ValueError("mask: cannot be combined with segment_ids or valid; join them in it")
+        if positions is None and valid is not None:
+            positions = jnp.maximum(jnp.cumsum(valid, axis=1, dtype=jnp.int32) - 1, 0)
+        elif positions is None:
+            positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :]
+        if valid is not None:
+            numbers = jnp.ones_like(positions) if segment_ids is None else segment_ids
+            segment_ids = jnp.where(valid, numbers, jnp.zeros_like(numbers))
+        return Pattern(positions, decoder_block(self).tables(positions), segment_ids, mask)
+
+    def run_layers(
+        self,
+        x: Float[Array, "batch seq width"],
+        pattern: Pattern,
+        start: int = 0,
+        stop: int | None = None,
+    ) -> Float[Array, "batch seq width"]:
+        """The residual stream after some of the layers.
+
+        Args:
+          x: residual stream that enters layer `start`.
+          pattern: from `pattern`.
+          start: first layer to run.
+          stop: layer before which to stop; all by default.
+
+        Raises:
+          ValueError: only some layers of a scanned model.
+        """
+        stop = self.num_layers if stop is None else stop
         if not self.scan_layers:
-            for name in _layer_names(self.num_layers):
-                x = getattr(self, name)(x, positions, mask)
-            return self.unembed(x)
+            for index in range(start, stop):
+                x = getattr(self, f"layer_{index}")(x, pattern)
+            return x
+        if (start, stop) != (0, self.num_layers):
+            raise ValueError(f"start={start}, stop={stop}: a scanned model runs all its layers")
+        same = len(set(self.windows)) == 1
+        windows = [_EVERYTHING if window is None else window for window in self.windows]
         loop = nn.scan(
-            lambda block, carry: (block(carry, positions, mask), None),
+            lambda block, carry, window: (block(carry, pattern, window), None),
             variable_axes={"params": 0},
             split_rngs={"params": True},
             length=self.num_layers,
             metadata_params={nn.PARTITION_NAME: "layers"},
         )
-        x, _ = loop(self.layers, x)
-        return self.unembed(x)
+        x, _ = loop(self.layers, x, None if same else jnp.asarray(windows, jnp.int32))
+        return x
 
 
-def decoder_block(model: Decoder) -> Block:
-    """The layer of a decoder as a module of its own.
+def decoder_block(model: Decoder, layer: int = 0) -> Block:
+    """A layer of a decoder as a module of its own.
 
     Args:
       model: its sizes are used, its parameters are not needed.
+      layer: which one; layers differ in their sliding window only.
 
     Returns:
       A block for `block.apply({"params": params["layer_0"]}, x, positions, method="project")`
       and the like, with the canonical parameters of any layer.
     """
-    return Block(**_block_sizes(model), parent=None)
+    return Block(**_block_sizes(model, layer), parent=None)
 
 
 def stack_layers(params: Mapping[str, Any]) -> dict[str, Any]:
@@ -365,40 +428,41 @@ def _layer_names(num_layers: int) -> list[str]:
     return [f"layer_{index}" for index in range(num_layers)]
 
 
-def _weight(
-    module: nn.Module, name: str, shape: tuple[int, ...], axes: tuple[str, ...], stddev: float
-) -> Array:
-    # A plain parameter under an einsum: nn.DenseGeneral initialises a flattened kernel, which
-    # its own logical axes do not fit once a mesh is set.
-    init: Any = nn.with_logical_partitioning(nn.initializers.normal(stddev), axes)
-    return module.param(name, init, shape, jnp.float32)
-
-
 def _head_dim(model: Decoder) -> int:
     return model.width // model.num_heads if model.head_dim is None else model.head_dim
 
 
-def _block_sizes(model: Decoder) -> dict[str, Any]:
+def _block_sizes(model: Decoder, layer: int) -> dict[str, Any]:
     hidden_width = model.hidden_width
     if hidden_width is None:
         hidden_width = 32 * math.ceil(8 * model.width / (3 * 32))
+    shared = (
+        "width num_heads rope_theta norm_epsilon dtype rope_scaling norm qk_norm qkv_bias "
+        "output_bias mlp_bias gated_mlp activation attention_block param_dtype"
+    )
     return {
-        "width": model.width,
-        "num_heads": model.num_heads,
+        **{name: getattr(model, name) for name in shared.split()},
         "num_kv_heads": model.num_kv_heads or model.num_heads,
         "head_dim": _head_dim(model),
         "hidden_width": hidden_width,
-        "rope_theta": model.rope_theta,
-        "norm_epsilon": model.norm_epsilon,
         # Two projections a layer add to the stream: its variance stays about the same.
-        "output_stddev": _INIT_STDDEV / math.sqrt(2 * model.num_layers),
-        "dtype": model.dtype,
+        "output_stddev": INIT_STDDEV / math.sqrt(2 * model.num_layers),
+        "window": model.windows[layer],
+        "rotary": model.num_positions is None,
     }
 
 
+def _check_layers(model: Decoder, name: str, layers: Sequence[int], last: int) -> None:
+    for layer in layers:
+        if not 0 <= layer <= last:
+            raise ValueError(f"{name}={tuple(layers)}: allowed are 0 to {last}")
+    if layers and model.scan_layers:
+        raise ValueError(f"{name}={tuple(layers)}: a scanned model keeps none; unstack its layers")
+
+
 def _check_sizes(model: Decoder) -> None:
-    names = ("vocab_size", "width", "num_layers", "num_heads")
-    optional = ("num_kv_heads", "head_dim", "hidden_width")
+    names = ("vocab_size", "width", "num_layers", "num_heads", "attention_block")
+    optional = ("num_kv_heads", "head_dim", "hidden_width", "num_positions")
     for name in names + tuple(name for name in optional if getattr(model, name) is not None):
         if getattr(model, name) < 1:
             raise ValueError(f"{name}={getattr(model, name)}: must be at least 1")
@@ -410,7 +474,15 @@ def _check_sizes(model: Decoder) -> None:
         raise ValueError(
             f"num_heads={model.num_heads}: must divide width={model.width}, or give head_dim"
         )
-    if _head_dim(model) % 2:
+    if model.num_positions is None and _head_dim(model) % 2:
         raise ValueError(f"head_dim={_head_dim(model)}: rotary positions need an even width")
     if model.rope_theta <= 0:
         raise ValueError(f"rope_theta={model.rope_theta}: must be positive")
+    for name, allowed in (("activation", tuple(ACTIVATIONS)), ("norm", ("rms", "layer"))):
+        if getattr(model, name) not in allowed:
+            raise ValueError(f"{name}={getattr(model, name)!r}: allowed are {', '.join(allowed)}")
+    windows = model.sliding_window
+    if isinstance(windows, tuple) and len(windows) != model.num_layers:
+        raise ValueError(f"sliding_window={windows}: needs num_layers={model.num_layers} entries")
+    if any(window is not None and window < 1 for window in model.windows):
+        raise ValueError(f"sliding_window={windows}: must be at least 1")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -39,8 +41,7 @@ def cross_entropy_per_token(
         )
     # NumPy's rule, since JAX's is switched off under strict promotion.
     logits = logits.astype(np.promote_types(logits.dtype, np.float32))
-    chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
-    return jax.nn.logsumexp(logits, axis=-1) - chosen
+    return _negative_log_likelihood(logits, targets)
 
 
 def cross_entropy(
@@ -78,3 +79,24 @@ def cross_entropy(
     total = jnp.sum(weights)
     weighted = jnp.sum(jnp.where(counted, weights * losses, jnp.zeros_like(losses)))
     return weighted / jnp.where(total > 0, total, jnp.ones_like(total))
+
+
+@jax.custom_jvp
+def _negative_log_likelihood(logits: jax.Array, targets: jax.Array) -> jax.Array:
+    chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+    return jax.nn.logsumexp(logits, axis=-1) - chosen
+
+
+@_negative_log_likelihood.defjvp
+def _negative_log_likelihood_jvp(
+    primals: tuple[jax.Array, jax.Array], tangents: tuple[jax.Array, Any]
+) -> tuple[jax.Array, jax.Array]:
+    # Softmax minus target in one expression. Differentiated through the look-up, the gradient
+    # would be scattered into a second array of the size of the logits.
+    logits, targets = primals
+    total = jax.nn.logsumexp(logits, axis=-1)
+    chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+    classes = jax.lax.broadcasted_iota(targets.dtype, logits.shape, logits.ndim - 1)
+    hot = (classes == targets[..., None]).astype(logits.dtype)
+    slope = jnp.exp(logits - total[..., None]) - hot
+    return total - chosen, jnp.sum(slope * tangents[0], axis=-1)

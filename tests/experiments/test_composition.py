@@ -1,7 +1,6 @@
 """Every mistake on the command line is one line that names field, value and what is allowed."""
 
 import pathlib
-
 from typing import Any
 
 import pytest
@@ -12,8 +11,8 @@ from jaxlab.experiments.base import config_fields, flatten, identity_digest, to_
 from jaxlab.experiments.registry import METHODS, config_class
 
 MISTAKES = [
-    (["method=trek"], "method=trek: unknown method; did you mean trec? Allowed: trec"),
-    (["method=zzz"], "method=zzz: unknown method; allowed: trec"),
+    (["method=trek"], "method=trek: unknown method; did you mean trec? Allowed: trec, generate"),
+    (["method=zzz"], "method=zzz: unknown method; allowed: trec, generate"),
     (
         ["variant=txt"],
         "variant=txt: unknown variant of trec; did you mean text? Allowed: text, mlp, schedules, "
@@ -313,8 +312,13 @@ def test_studies_have_fields_of_their_own():
     assert config.schedules == ("step",)
     for words, message in {
         ("variant=plan", "optimizer.peak_lr=1"): r"^optimizer\.peak_lr=1: unknown field",
-        ("variant=schedules", "taus=[0.1,-1]"): r"^taus=-1: must be greater than 0",
-        ("variant=schedules", "taus=[]"): r"^taus=.*at least 1 item",
+        ("variant=schedules", "taus=[0.1,-1]"): r"^taus=-1: must be a list of number > 0",
+        ("variant=schedules", "taus=[]"): r"^taus=\[\]: must be a list",
+        ("variant=schedules", "schedules=[setp]"): r"^schedules=setp: did you mean step\?",
+        ("variant=schedules", "schedules=[d2z,d2z]"): r"must differ from each other",
+        ("variant=law", "other_schedules=[d2z]"): r"^other_schedules=d2z: must be other",
+        ("variant=placement", "optimizer.step_at=0.65"): r"^optimizer\.step_at=0\.65: must be the",
+        ("variant=cpt", "pretrain_tau=0.001"): r"^pretrain_tau=0\.001: must exceed the span",
         ("variant=law", "taus=[0.1,0.1]"): r"^taus=\[0\.1, 0\.1\]: must differ",
         ("variant=collapse", "batch_size=33"): r"^batch_size=33: must be even",
         ("variant=placement", "num_segments=7"): r"^num_segments=7: must divide steps=1000",

@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+from typing import Any
 
 import numpy as np
 import pytest
@@ -80,7 +81,7 @@ def test_steps_are_shared_by_eight_devices(finished, tmp_path):
 
 def test_every_trial_of_a_study_has_its_curve(tmp_path):
     folder = tmp_path / "study"
-    study = make_config("trec", variant="schedules", preset="test", quiet=True)
+    study: Any = make_config("trec", variant="schedules", preset="test", quiet=True)
     result = run(study, folder)
     again = measured(folder)
     settings = [f"{schedule}, tau = {tau:g}" for schedule in study.schedules for tau in study.taus]

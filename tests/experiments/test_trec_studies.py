@@ -4,6 +4,7 @@ import dataclasses
 import os
 import subprocess
 import sys
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from jaxlab.methods import trec
 STUDIES = ("schedules", "collapse", "law", "placement", "cpt")
 
 
-def study(variant, preset="cpu", **changes):
+def study(variant, preset="cpu", **changes) -> Any:
     return make_config("trec", variant=variant, preset=preset, **changes)
 
 

@@ -293,6 +293,129 @@ def test_a_few_steps_of_descent_lower_the_loss(initial):
     assert step(params)[0] < 0.9 * first
 
 
+GPT2: dict[str, Any] = {
+    "norm": "layer",
+    "qkv_bias": True,
+    "output_bias": True,
+    "mlp_bias": True,
+    "gated_mlp": False,
+    "activation": "gelu_tanh",
+    "num_positions": 9,
+}
+
+
+def run(model: Decoder, params: Any, *inputs: Any, **settings: Any) -> Any:
+    """One call without compiling."""
+    return model.apply({"params": params}, *inputs, **settings)
+
+
+def filled(model: Decoder) -> Any:
+    """Parameters in which every one matters."""
+    draw = np.random.default_rng(2).normal
+    return jax.tree.map(
+        lambda leaf: draw(0.3, 0.4, leaf.shape).astype(np.float32), nn.unbox(shapes(model))
+    )
+
+
+def test_segments_in_a_row_equal_rows_of_their_own(params):
+    packed = np.concatenate([TOKENS[0, :4], TOKENS[1, :2]])[None]
+    segments = np.array([[1, 1, 1, 1, 2, 2]], np.int32)
+    positions = np.array([[0, 1, 2, 3, 0, 1]], np.int32)
+    logits = run(make(), params, packed, positions, segment_ids=segments)
+    expected = logits_of(params)
+    np.testing.assert_allclose(logits[0, :4], expected[0, :4], atol=1e-4)
+    np.testing.assert_allclose(logits[0, 4:], expected[1, :2], atol=1e-4)
+
+
+@pytest.mark.parametrize("changes", [{}, GPT2])
+def test_padding_on_either_side_changes_nothing(changes):
+    model = make(**changes)
+    params = filled(model)
+    padded = np.zeros((2, 8), np.int32)
+    valid = np.zeros((2, 8), bool)
+    valid[0, 2:], valid[1, :6] = True, True
+    padded[valid] = TOKENS.ravel()
+    logits = run(model, params, padded, valid=valid)
+    expected = run(model, params, TOKENS)
+    np.testing.assert_allclose(np.asarray(logits)[valid].reshape(2, 6, -1), expected, atol=1e-4)
+    assert np.isfinite(logits).all()
+
+
+def test_every_kind_of_parameter_names_its_axes_and_biases_are_vectors():
+    for changes in (GPT2, {"qk_norm": True, "qkv_bias": True, "mlp_bias": True}):
+        boxed = shapes(make(**changes))
+        named: Any = jax.tree_util.tree_leaves_with_path(
+            boxed, is_leaf=lambda leaf: isinstance(leaf, nn.LogicallyPartitioned)
+        )
+        for path, box in named:
+            name = jax.tree_util.keystr(path, simple=True)
+            assert len(box.names) == box.value.ndim, name
+            assert set(box.names) <= AXES | {None}, name
+            assert not name.endswith(("bias", "scale")) or box.value.ndim == 1, name
+
+
+def test_windows_differ_between_layers_also_in_a_scan(params):
+    windows = {"sliding_window": (None, 2)}
+    logits = forward(**windows)(params, TOKENS)
+    scanned = forward(**windows, scan_layers=True)(stack_layers(params), TOKENS)
+    np.testing.assert_allclose(scanned, logits, atol=1e-4)
+    near = forward(sliding_window=2)(params, TOKENS)
+    assert np.abs(near - logits)[:, 2:].max() > 0.01
+    assert np.abs(logits - logits_of(params))[:, 2:].max() > 0.01
+    mask = CAUSAL & (POSITIONS[:, None, :, None] - POSITIONS[:, None, None, :] < 2)
+    np.testing.assert_allclose(near, logits_of(params, mask=mask), atol=1e-4)
+
+
+@pytest.mark.parametrize("changes", [{}, {"sliding_window": 3}])
+def test_long_sequences_attend_in_blocks(params, changes):
+    whole = loss_and_gradient(**changes)(params)
+    blocks = loss_and_gradient(**changes, attention_block=1)(params)
+    np.testing.assert_allclose(blocks[0], whole[0], rtol=1e-5)
+    assert_close_trees(blocks[1], whole[1])
+
+
+def test_layers_can_be_run_apart(params):
+    model = make()
+    whole = run(model, params, TOKENS, hidden_layers=(0, 1, 2), logits=False, method="outputs")
+    assert whole.logits is None
+    pattern = run(model, params, TOKENS, method="pattern")
+    middle = run(model, params, whole.hidden[0], pattern, 0, 1, method="run_layers")
+    np.testing.assert_allclose(middle, whole.hidden[1], atol=1e-5)
+    last = run(model, params, middle, pattern, 1, method="run_layers")
+    logits = run(model, params, last, method="unembed")
+    np.testing.assert_allclose(logits, logits_of(params), atol=1e-4)
+    logits = run(model, params, whole.normed, method="read_out")
+    np.testing.assert_allclose(logits, logits_of(params), atol=1e-4)
+
+
+def test_narrow_parameters_are_used_as_they_are():
+    model = make(param_dtype=jnp.bfloat16, dtype=jnp.bfloat16, **GPT2)
+    assert all(leaf.dtype == jnp.bfloat16 for leaf in jax.tree.leaves(shapes(model)))
+    narrow = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), filled(model))
+    logits: Any = jax.eval_shape(model.apply, {"params": narrow}, TOKENS)
+    assert logits.dtype == jnp.float32
+
+
+def test_requests_that_contradict_each_other_are_refused(params):
+    def check(message, model, params, *inputs, **settings):
+        with pytest.raises(ValueError, match=message):
+            run(model, params, *inputs, **settings)
+
+    check("mask: cannot be", make(), params, TOKENS, mask=CAUSAL, valid=np.ones((2, 6), bool))
+    ask = {"method": "outputs"}
+    model = make()
+    check(r"hidden_layers=\(3,\): .* 0 to 2", model, params, TOKENS, hidden_layers=(3,), **ask)
+    check(
+        r"attention_layers=\(2,\): .* 0 to 1", model, params, TOKENS, attention_layers=(2,), **ask
+    )
+    scanned, stacked = make(scan_layers=True), stack_layers(params)
+    check("a scanned model keeps none", scanned, stacked, TOKENS, hidden_layers=(0,), **ask)
+    x = np.zeros((2, 6, 12), np.float32)
+    check("runs all its layers", scanned, stacked, x, None, 1, method="run_layers")
+    learned = make(**GPT2)
+    check("learned positions needs them", learned, filled(learned), TOKENS, method="embed")
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -304,6 +427,11 @@ def test_a_few_steps_of_descent_lower_the_loss(initial):
         ({"hidden_width": -1}, "hidden_width=-1"),
         ({"num_kv_heads": 0}, "num_kv_heads=0"),
         ({"rope_theta": 0.0}, "rope_theta=0"),
+        ({"activation": "relu"}, "activation='relu': allowed are silu, gelu, gelu_tanh"),
+        ({"norm": "batch"}, "norm='batch'"),
+        ({"sliding_window": (2,)}, "needs num_layers=2 entries"),
+        ({"sliding_window": 0}, "sliding_window=0: must be at least 1"),
+        ({"attention_block": 0}, "attention_block=0"),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused_at_construction(changes, message):

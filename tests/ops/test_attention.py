@@ -3,7 +3,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxlab.ops.attention import causal_mask, dot_product_attention, segment_mask
+from jaxlab.ops.attention import (
+    EMPTY,
+    attention_weights,
+    blockwise_attention,
+    causal_mask,
+    dot_product_attention,
+    segment_mask,
+)
 
 RANDOM = np.random.default_rng(0)
 QUERY = jnp.asarray(RANDOM.normal(size=(2, 3, 4, 6)), jnp.float32)
@@ -155,3 +162,84 @@ def test_misuse_is_refused():
         dot_product_attention(QUERY, KEY, VALUE, MASK[..., :4])
     with pytest.raises(TypeError, match="float32"):
         dot_product_attention(QUERY, KEY, VALUE, MASK.astype(jnp.float32))
+
+
+def test_a_window_hides_what_is_far_back():
+    mask = causal_mask(jnp.array([[5, 9]]), jnp.array([[2, 3, 5, 8, 9, EMPTY]]), window=3)
+    expected = [[0, 1, 1, 0, 0, 0], [0, 0, 0, 1, 1, 0]]
+    np.testing.assert_array_equal(mask[0, 0], np.array(expected, bool))
+    segments = jnp.array([[1, 1, 1, 2]])
+    expected = [[1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 1, 0], [0, 0, 0, 1]]
+    np.testing.assert_array_equal(segment_mask(segments, window=2)[0, 0], np.array(expected, bool))
+
+
+def test_weights_are_those_that_mix_the_values():
+    mask = MASK.at[0, 0, 1].set(False)
+    weights = attention_weights(QUERY, KEY, mask, scale=0.3)
+    assert weights.shape == (2, 4, 3, 5)
+    mixed = jnp.einsum("bhqk,bkhv->bqhv", weights, jnp.repeat(VALUE, 2, axis=2))
+    np.testing.assert_allclose(mixed, attend(QUERY, KEY, VALUE, mask, scale=0.3), atol=1e-6)
+    totals = np.ones((2, 4, 3))
+    totals[0, :, 1] = 0
+    np.testing.assert_allclose(weights.sum(axis=-1), totals, atol=1e-6)
+
+
+def long_case():
+    """Nine queries behind eleven keys in three segments, with padding and empty slots."""
+    random = np.random.default_rng(1)
+    query, key, value = (
+        jnp.asarray(random.normal(size=shape), jnp.float32)
+        for shape in ((2, 9, 4, 6), (2, 2, 11, 6), (2, 2, 11, 5))
+    )
+    queries = jnp.array([[-1, 0, 1, 2, 3, 4, 5, 6, 7], [3, 4, 5, 6, 7, 8, 9, 10, 11]])
+    keys = jnp.array([[0, 1, 2, 3, 4, 5, 6, 7, *[EMPTY] * 3], [1, 2, 3, 0, *range(4, 11)]])
+    query_segments = jnp.array([[0, 1, 1, 1, 1, 2, 2, 2, 2], [1] * 9])
+    key_segments = jnp.array([[1, 1, 1, 1, 2, 2, 2, 2, 0, 0, 0], [0, *[1] * 10]])
+    return query, key, value, queries, keys, (query_segments, key_segments)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("packed", [False, True])
+def test_attention_in_blocks_is_that_of_the_whole(window, packed):
+    query, key, value, queries, keys, segments = long_case()
+    mask = causal_mask(queries, keys, window)
+    if packed:
+        theirs = segments[1][:, None, None, :]
+        mask = mask & (segments[0][:, None, :, None] == theirs) & (theirs > 0)
+
+    def blocks(query, key, value):
+        return blockwise_attention(
+            query,
+            key,
+            value,
+            queries,
+            keys,
+            segment_ids=segments if packed else None,
+            window=window,
+            query_block=4,
+            key_block=3,
+        )
+
+    def whole(query, key, value):
+        return dot_product_attention(query, key.swapaxes(1, 2), value.swapaxes(1, 2), mask)
+
+    def compare(function):
+        outcome, pull = jax.vjp(function, query, key, value)
+        return outcome, *pull(jnp.cos(outcome))
+
+    for found, expected in zip(
+        jax.jit(lambda: compare(blocks))(), jax.jit(lambda: compare(whole))(), strict=True
+    ):
+        np.testing.assert_allclose(found, expected, atol=1e-5)
+    assert not np.asarray(blocks(query, key, value))[0, 0].any()
+
+
+def test_blocks_that_nobody_sees_are_skipped():
+    query, key, value, queries, keys, _ = long_case()
+    # A product with these would not be a number, even under a weight of zero.
+    poisoned = value.at[:, :, 9:].set(jnp.nan)
+    keys = keys.at[:, 9:].set(EMPTY)
+    out = blockwise_attention(query, key, poisoned, queries, keys, query_block=4, key_block=3)
+    assert np.isfinite(out).all()
+    with pytest.raises(ValueError, match="key_block=0"):
+        blockwise_attention(query, key, value, queries, keys, key_block=0)

@@ -85,6 +85,30 @@ def test_the_gradient_is_the_softmax_minus_the_target():
     np.testing.assert_allclose(gradient, expected, atol=1e-6)
 
 
+def test_the_gradient_has_derivatives_of_its_own():
+    direction = jnp.cos(LOGITS * 3)
+
+    def plain(logits):
+        chosen = jnp.take_along_axis(logits, TARGETS[..., None], axis=-1)
+        return jnp.mean(jax.nn.logsumexp(logits, axis=-1, keepdims=True) - chosen)
+
+    def along(loss):
+        return jax.jit(lambda x: jax.jvp(jax.grad(loss), (x,), (direction,)))(LOGITS)
+
+    for found, expected in zip(
+        along(lambda x: cross_entropy(x, TARGETS)), along(plain), strict=True
+    ):
+        np.testing.assert_allclose(found, expected, atol=1e-6)
+
+
+def test_logits_and_their_gradient_need_one_array():
+    x, table, targets = jnp.ones((64, 4)), jnp.ones((4, 4096)), jnp.zeros(64, jnp.int32)
+    gradient = jax.jit(jax.grad(lambda x, table: cross_entropy(x @ table, targets), (0, 1)))
+    memory = gradient.lower(x, table).compile().memory_analysis()
+    assert memory is not None
+    assert memory.temp_size_in_bytes < 1.5 * (4 * 64 * 4096)
+
+
 def test_narrow_logits_are_summed_in_float32():
     logits = LOGITS.astype(jnp.bfloat16)
     loss = mean_loss(logits, TARGETS)

@@ -1,0 +1,1 @@
+"""Text from language models: a tool of the command line, and the same from Python."""
