@@ -50,8 +50,8 @@ _PACKAGES = (
 
 
 @contextlib.contextmanager
-def stop_requests(enabled: bool) -> Iterator[Callable[[], int | None]]:
-    """Turns SIGINT and SIGTERM into a question that the driver asks at every dispatch.
+def stop_requests(enabled: bool, *, notice: str = "saving") -> Iterator[Callable[[], int | None]]:
+    """Turns SIGINT and SIGTERM into a question that is asked at every dispatch.
 
     A second signal ends the process at once. Nothing is installed outside the main thread or
     where `enabled` is false: there Ctrl-C is an ordinary KeyboardInterrupt.
@@ -63,7 +63,7 @@ def stop_requests(enabled: bool) -> Iterator[Callable[[], int | None]]:
             raise SystemExit(128 + number)
         received.append(number)
         if sys.stderr.isatty():
-            print("\njaxlab: saving; once more to quit at once", file=sys.stderr, flush=True)
+            print(f"\njaxlab: {notice}; once more to quit at once", file=sys.stderr, flush=True)
 
     if not enabled or threading.current_thread() is not threading.main_thread():
         yield lambda: None

@@ -16,7 +16,7 @@ CASES = [
     (slug, variant, name)
     for slug, entry in METHODS.items()
     for variant in entry.variants
-    for name, info in config_fields(config_class(slug)).items()
+    for name, info in config_fields(config_class(slug, variant)).items()
     if info.traced
 ]
 
@@ -66,7 +66,7 @@ def computation(program: Program) -> tuple[str, list[np.ndarray]]:
 def test_a_traced_field_changes_the_trial_alone(slug, variant, name):
     build = experiment_module(slug).build
     base = build(validate(slug, settings(slug, variant)))
-    info = config_fields(config_class(slug))[name]
+    info = config_fields(config_class(slug, variant))[name]
     other = build(validate(slug, changed(settings(slug, variant), name, info.annotation)))
     for one, two in zip(base, other, strict=True):
         text_one, constants_one = computation(one)

@@ -77,6 +77,15 @@ def test_a_ring_attends_as_far_as_its_window(sizes, spare):
     assert kept == list(range(max(total - 5 - spare, 0), total))
 
 
+def test_padding_leaves_a_ring_as_it_is():
+    ring = sliding_window_cache(2)
+    _, state = run(ring, [9], 5)
+    chunk = inputs(9, 10, valid=jnp.zeros((2, 1), bool))._replace(window=5)
+    out, after, _, _ = ring.attend(0, chunk, state, None)
+    jax.tree.map(np.testing.assert_array_equal, after, state)
+    np.testing.assert_array_equal(out, jnp.zeros_like(out))
+
+
 def test_a_recorder_keeps_the_last_valid_queries():
     recorder = query_recorder(dense_cache(), 4)
     _, state = run(recorder, [2])

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -111,11 +112,14 @@ def _generate(
     """Generates, and prints as much as there is of the text whenever there is more."""
     clock = _Clock()
     completions: list[Completion] = []
-    with _written() as write:
+    # A flag instead of an exception, which a callback of the compiled program could swallow.
+    with _written() as write, machine.stop_requests(is_main(), notice="stopping") as stop:
         for completions in model.stream(request, settings):
             clock.note(sum(len(completion.tokens) for completion in completions))
             if len(completions) == 1:
                 write(completions[0].text)
+            if (number := stop()) is not None:
+                raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
         if len(completions) > 1:
             write(f"\n{_SEPARATOR}\n".join(completion.text for completion in completions))
     show(f"{len(request.tokens)} tokens of prompt; {clock.summary()}")
