@@ -197,6 +197,11 @@ except KeyboardInterrupt:
 '''
 
 
+def obey_interrupts() -> None:
+    """A shell's background jobs ignore SIGINT, and so would their children."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_interrupts_leave_nothing_half_written(tmp_path: Path, number: int):
     cache = tmp_path / "cache"
@@ -210,7 +215,9 @@ def test_interrupts_leave_nothing_half_written(tmp_path: Path, number: int):
 
     def start() -> subprocess.Popen[bytes]:
         before = set(cache.rglob("half.whl"))
-        process = subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL)
+        process = subprocess.Popen(
+            command, env=environment, stderr=subprocess.DEVNULL, preexec_fn=obey_interrupts
+        )
         deadline = time.monotonic() + 60
         while set(cache.rglob("half.whl")) <= before and time.monotonic() < deadline:
             time.sleep(0.02)
