@@ -62,7 +62,7 @@ def test_every_parameter_names_its_axes():
         "embedding": ("vocab", "embed"),
         "hidden_kernel": ("embed", "mlp"),
         "hidden_bias": ("mlp",),
-        "output_kernel": ("mlp", "vocab"),
+        "output_kernel": ("mlp", None),
         "output_bias": ("vocab",),
     }
 

@@ -69,6 +69,7 @@ def test_to_dict_is_strict_json():
         "claims": [first.to_dict()],
         "figures": ["figures/loss_by_step.png"],
         "notes": ["The data are synthetic."],
+        "files": [],
         "compile_seconds": 3.25,
         "run_seconds": 58.5,
         "peak_memory_bytes": {"device": 2**20, "pinned_host": None},
