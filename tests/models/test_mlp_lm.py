@@ -63,7 +63,7 @@ def test_every_parameter_names_its_axes():
         "hidden_kernel": ("embed", "mlp"),
         "hidden_bias": ("mlp",),
         "output_kernel": ("mlp", None),
-        "output_bias": ("vocab",),
+        "output_bias": (None,),
     }
 
 
