@@ -172,11 +172,17 @@ def texts_of(tree):
 
 
 def execute(path, cwd, cache_folder=None):
-    cache = {} if cache_folder is None else {"JAX_COMPILATION_CACHE_DIR": str(cache_folder)}
+    environment = {
+        "JAXLAB_PRESET": "test",
+        "JAX_PLATFORMS": "cpu",
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",  # programs this small compile longer than they run
+    }
+    if cache_folder is not None:
+        environment["JAX_COMPILATION_CACHE_DIR"] = str(cache_folder)
     return subprocess.run(
         [sys.executable, "-P", "-W", "error", __file__, str(path)],
         cwd=cwd,
-        env={**os.environ, **cache, "JAXLAB_PRESET": "test", "JAX_PLATFORMS": "cpu"},
+        env={**os.environ, **environment},
         capture_output=True,
         text=True,
         timeout=300,

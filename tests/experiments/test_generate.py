@@ -373,6 +373,9 @@ def test_from_python(alphabet):
     model = jaxlab.load_language_model(alphabet)
     assert jaxlab.generate(model, "abc", max_new_tokens=8) == "defghijk"
     assert jaxlab.generate(alphabet, "abc", max_new_tokens=8, stop="f") == "de"
+    settings = TextSettings(max_new_tokens=8, stop=("f",), tokens_per_dispatch=1)
+    parts = model.stream(prepare(model.files, "abc", settings), settings)
+    assert [part.text for (part,) in parts] == ["d", "de", "de"], "and nothing after the stop"
     (found,) = model.complete("y", max_new_tokens=8)
     assert (found.text, found.ended_by) == ("z{|}~", "</s>")
     assert len(found.tokens) == len(found.log_probs) == 6

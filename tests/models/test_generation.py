@@ -405,8 +405,11 @@ def test_learned_positions_and_the_context():
 def test_nan_is_one_clear_error():
     damaged = {**PARAMS, "final_norm": {"scale": jnp.full(8, jnp.nan)}}
     message = "logits of new token 0 of prompt 0, sample 0, hold NaN or infinity"
+    CALLS.clear()
     with pytest.raises(FloatingPointError, match=message):
-        generate(MODEL, damaged, PROMPTS, settings=GREEDY)
+        generate(MODEL, damaged, PROMPTS, KEY, settings=SAMPLED, attention=WATCHED)
+    jax.effects_barrier()
+    assert len(CALLS) == 1, "nothing is generated after it"
     with pytest.raises(FloatingPointError, match="logits of new token 0 of prompt 0 hold NaN"):
         beam_search(MODEL, damaged, PROMPTS, settings=BeamSettings(max_new_tokens=5))
     # Only what is generated leads to the part that is damaged.

@@ -272,10 +272,12 @@ def _watch(process: subprocess.Popen[bytes], folder: Path, total: int) -> None:
 
 
 def _held_bytes(folder: Path) -> int:
+    """Size of the largest file, which is the download; pip makes and removes others meanwhile."""
     held = 0
-    for path in folder.rglob("*"):
-        with contextlib.suppress(OSError):
-            held = max(held, path.stat().st_size)
+    for parent, _, names in os.walk(folder):  # unlike rglob, passes over folders that vanish
+        for name in names:
+            with contextlib.suppress(OSError):
+                held = max(held, os.stat(os.path.join(parent, name)).st_size)
     return held
 
 

@@ -178,13 +178,16 @@ def test_concurrent_starts_download_once(
 
 
 SLOW = '''
-import sys
+import signal, sys
+# What a shell runs in the background ignores interrupts, and so would this.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 from jaxlab.models.pretrained import registry
 code = """
 import os, sys, time
 parent = os.getppid()
-open(os.environ["PID_FILE"], "w").write(str(os.getpid()))
 open(sys.argv[1] + "/half.whl", "w").write("x" * 1000)
+open(os.environ["PID_FILE"] + ".new", "w").write(str(os.getpid()))
+os.replace(os.environ["PID_FILE"] + ".new", os.environ["PID_FILE"])
 while os.getppid() == parent:
     time.sleep(0.05)
 """
@@ -195,11 +198,6 @@ try:
 except KeyboardInterrupt:
     sys.exit(130)
 '''
-
-
-def obey_interrupts() -> None:
-    """A shell's background jobs ignore SIGINT, and so would their children."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
@@ -214,14 +212,13 @@ def test_interrupts_leave_nothing_half_written(tmp_path: Path, number: int):
     command = [sys.executable, "-c", SLOW]
 
     def start() -> subprocess.Popen[bytes]:
-        before = set(cache.rglob("half.whl"))
-        process = subprocess.Popen(
-            command, env=environment, stderr=subprocess.DEVNULL, preexec_fn=obey_interrupts
-        )
+        """Returns when half of the download is there."""
+        pid.unlink(missing_ok=True)
+        process = subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL)
         deadline = time.monotonic() + 60
-        while set(cache.rglob("half.whl")) <= before and time.monotonic() < deadline:
+        while not pid.exists() and time.monotonic() < deadline:
             time.sleep(0.02)
-        assert set(cache.rglob("half.whl")) - before
+        assert pid.exists()
         return process
 
     first = start()
