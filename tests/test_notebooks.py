@@ -54,7 +54,7 @@ def run_notebook(path):
             show(run_cell(source, name, namespace))
             for figure in map(plt.figure, plt.get_fignums()):
                 figure.savefig(io.BytesIO())
-        except Exception:
+        except Exception:  # whatever the cell raises is shown, and fails the notebook
             print(f"{name}:\n{source}\n{traceback.format_exc()}", file=sys.stderr)
             return 1
         plt.close("all")
@@ -62,7 +62,11 @@ def run_notebook(path):
 
 
 def run_cell(source, name, namespace):
-    """Executes a cell; returns the value of an expression at its end, or None."""
+    """Executes a cell of this repository's own notebooks, as Jupyter would.
+
+    Returns:
+      The value of an expression at its end, or None.
+    """
     tree = ast.parse(source, name)
     last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
     exec(compile(tree, name, "exec"), namespace)

@@ -1,5 +1,5 @@
 """Networks in Flax linen.
 
-A module's parameters are float32 and carry logical axis names (`flax.linen.unbox` removes them);
-its `dtype` is that of the computation.
+A module's parameters carry logical axis names (`flax.linen.unbox` removes them) and are float32
+unless it says otherwise; its `dtype` is that of the computation.
 """

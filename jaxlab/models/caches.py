@@ -7,6 +7,7 @@ left out, so a prompt that was padded on either side leaves the same cache as on
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -59,6 +60,8 @@ class RecorderState(NamedTuple):
     recorded: Int[Array, " batch"]
 
 
+# Programs are compiled for each such object, so the same call gives the same one.
+@functools.cache
 def dense_cache() -> CachedAttention:
     """Every token stays; each sequence has its own length.
 
@@ -99,6 +102,7 @@ def dense_cache() -> CachedAttention:
     )
 
 
+@functools.cache
 def sliding_window_cache(spare: int = 0) -> CachedAttention:
     """A ring of the tokens that a sliding window still reaches.
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from jaxlab.experiments.trec.config import Config
 from jaxlab.experiments.trec.scoring import (
+    bin_centres,
     binned_correlation,
     cross_fit,
     curve_claim,
@@ -188,10 +189,6 @@ def _figures(
     )
 
 
-def _centres(config: Config) -> np.ndarray:
-    return (np.arange(config.num_bins) + 0.5) / config.num_bins
-
-
 def _comparison_figure(
     config: Config, curves: np.ndarray, coefficients: np.ndarray, m: float
 ) -> Figure:
@@ -208,10 +205,10 @@ def _comparison_figure(
     for label, exponent, style in kinds:
         predicted = trec.predict_trec(coefficients, m=exponent, p=config.power)
         scaled = fit_affine(trec.bin_curve(predicted, config.num_bins)[0], measured)
-        lines.append(Series(label, _centres(config), scaled, style=style))
+        lines.append(Series(label, bin_centres(config.num_bins), scaled, style=style))
     points = Series(
         f"measured, {len(curves)} seeds",
-        _centres(config),
+        bin_centres(config.num_bins),
         measured,
         measured - error,
         measured + error,
@@ -238,8 +235,8 @@ def _training_figure(config: Config, found: Mapping[str, np.ndarray]) -> Figure:
     places = np.minimum(np.arange(len(validation)) * config.eval_every / config.steps, 1.0)
     kind = "text" if config.variant == "text" else "data"
     series = [
-        Series("on the batch, when it was trained on", _centres(config), trained),
-        Series("on the batch, after training (TREC)", _centres(config), replayed),
+        Series("on the batch, when it was trained on", bin_centres(config.num_bins), trained),
+        Series("on the batch, after training (TREC)", bin_centres(config.num_bins), replayed),
         Series(f"on validation {kind}", places, validation, style="points"),
     ]
     return Figure(

@@ -20,8 +20,7 @@ from jaxlab.experiments import composition, registry
 from jaxlab.experiments.base import RunConfig, identity_digest
 from jaxlab.experiments.runner import load_result
 from jaxlab.experiments.trec.programs import reference_replicate
-from jaxlab.experiments.trec.scoring import fit_affine
-from jaxlab.experiments.trec.studies.common import bin_centres
+from jaxlab.experiments.trec.scoring import bin_centres, fit_affine
 from jaxlab.experiments.trec.tool_config import MeasureConfig
 from jaxlab.methods import trec
 from jaxlab.reporting.directory import own_directory
@@ -238,9 +237,8 @@ def _stack(batches: list[Any]) -> Any:
 
 def _alphas(state: Any) -> np.ndarray | None:
     """What the optimiser recorded of itself, if it did."""
-    leaves = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, trec.TraceEmaState))
-    traces = [leaf for leaf in leaves if isinstance(leaf, trec.TraceEmaState)]
-    return np.asarray(traces[0].alphas) if len(traces) == 1 else None
+    trace = trec.find_trace(state)
+    return None if trace is None else np.asarray(trace.alphas)
 
 
 def _rates(trial: Any, num_steps: int) -> np.ndarray | None:

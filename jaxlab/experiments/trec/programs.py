@@ -158,6 +158,12 @@ def training_program(
     }
     if replay:
         evaluations["replay"] = _replay(task.loss_fn, batches, num_steps, reference)
+
+    def summarize(trial: Any, state: TrainState) -> dict[str, jax.Array]:
+        trace = trec.find_trace(state.opt_state)
+        assert trace is not None
+        return {"alphas": trace.alphas}
+
     step = make_train_step(
         lambda params, batch, key: task.loss_fn(params, batch), optimizer, accumulate=accumulate
     )
@@ -169,7 +175,7 @@ def training_program(
         step=step,
         batches=batches,
         evaluations=evaluations,
-        summarize=lambda trial, state: {"alphas": _trace(state.opt_state).alphas},
+        summarize=summarize,
         best=best,
         examples_per_step=batch_size,
         shardings=lambda mesh: _shardings(task, init, optimizer, trials, mesh),
@@ -196,10 +202,6 @@ def _optimizer(trial: Any, adam: AdamSettings, num_steps: int) -> optax.Gradient
         # The product as the schedule, since the decay may change between phases.
         after=(trec.trace_ema(lambda count: rates[count] * decays[count], 1.0, num_steps),),
     )
-
-
-def _trace(opt_state: Any) -> trec.TraceEmaState:
-    return next(part for part in opt_state if isinstance(part, trec.TraceEmaState))
 
 
 def _replay(

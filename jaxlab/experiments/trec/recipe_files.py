@@ -119,6 +119,7 @@ class _Reader:
         try:
             if path.stat().st_size > _MAX_BYTES:
                 self.fail(f"is larger than {_MAX_BYTES} bytes: must be a recipe in YAML")
+            # A SafeLoader: it builds plain values only, and refuses tags.
             return yaml.load(path.read_text(encoding="utf-8"), _Loader)
         except FileNotFoundError:
             allowed = nearest(self.name, shipped_recipes())

@@ -13,6 +13,7 @@ from jaxlab.reporting.claims import Claim, bootstrap_t_interval
 __all__ = [
     "CurveShape",
     "Scores",
+    "bin_centres",
     "binned_correlation",
     "cross_fit",
     "curve_claim",
@@ -193,3 +194,8 @@ def fit_affine(curve: np.ndarray, target: np.ndarray) -> np.ndarray:
     centred = curve - curve.mean()
     slope = max(0.0, float(centred @ (target - target.mean())) / float(centred @ centred))
     return target.mean() + slope * centred
+
+
+def bin_centres(num_bins: int) -> np.ndarray:
+    """Training fractions `[num_bins]` in the middle of the bins."""
+    return (np.arange(num_bins) + 0.5) / num_bins

@@ -78,7 +78,12 @@ from jaxlab.methods.trec.recipe_analysis import (
     evaluate_window,
 )
 from jaxlab.methods.trec.recipes import Phase, Recipe, RecipeSteps, recipe_steps
-from jaxlab.methods.trec.trace import TraceEmaState, ema_from_opt_state, trace_ema
+from jaxlab.methods.trec.trace import (
+    TraceEmaState,
+    ema_from_opt_state,
+    find_trace,
+    trace_ema,
+)
 from jaxlab.ops.schedules import make_schedule, schedule_values
 
 __all__ = [
@@ -105,6 +110,7 @@ __all__ = [
     "ema_peak",
     "evaluate_window",
     "exponential_averaging",
+    "find_trace",
     "fit_power_law",
     "fit_training_fraction",
     "linear_ema_peak",

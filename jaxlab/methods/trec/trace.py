@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int, PyTree
 from jaxlab.methods.trec.arrays import Scalars
 from jaxlab.methods.trec.ema import ema_coefficients
 
-__all__ = ["TraceEmaState", "ema_from_opt_state", "trace_ema"]
+__all__ = ["TraceEmaState", "ema_from_opt_state", "find_trace", "trace_ema"]
 
 
 class TraceEmaState(NamedTuple):
@@ -91,6 +91,25 @@ def trace_ema(
     return optax.GradientTransformation(init, update)
 
 
+def find_trace(opt_state: PyTree) -> TraceEmaState | None:
+    """What `trace_ema` has recorded in an optimiser's state, or in any pytree that holds one.
+
+    Args:
+      opt_state: an optax state, concrete or traced, also stacked over trials.
+
+    Returns:
+      The trace; None if there is none.
+
+    Raises:
+      ValueError: there are several.
+    """
+    leaves = jax.tree.leaves(opt_state, is_leaf=lambda node: isinstance(node, TraceEmaState))
+    traces = [leaf for leaf in leaves if isinstance(leaf, TraceEmaState)]
+    if len(traces) > 1:
+        raise ValueError(f"opt_state holds {len(traces)} TraceEmaState: at most one can be meant")
+    return traces[0] if traces else None
+
+
 def ema_from_opt_state(opt_state: PyTree, *, initial: bool = False) -> Any:
     """EMA coefficients of the steps that an optimiser has taken so far. Host or graph.
 
@@ -107,14 +126,13 @@ def ema_from_opt_state(opt_state: PyTree, *, initial: bool = False) -> Any:
       ValueError: no trace, or several; or (host) trials of different counts, or more steps than
         the trace has room for.
     """
-    leaves = jax.tree.leaves(opt_state, is_leaf=lambda node: isinstance(node, TraceEmaState))
-    traces = [leaf for leaf in leaves if isinstance(leaf, TraceEmaState)]
-    if len(traces) != 1:
+    trace = find_trace(opt_state)
+    if trace is None:
         raise ValueError(
-            f"opt_state holds {len(traces)} TraceEmaState: it must hold exactly one; append "
-            "trace_ema to the optimiser's chain"
+            "opt_state holds 0 TraceEmaState: it must hold one; append trace_ema to the "
+            "optimiser's chain"
         )
-    count, alphas = traces[0]
+    count, alphas = trace
     num_steps = alphas.shape[-1]
     if isinstance(count, Tracer) or isinstance(alphas, Tracer):
         complete = jnp.expand_dims(count <= num_steps, -1)

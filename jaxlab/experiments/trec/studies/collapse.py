@@ -7,10 +7,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxlab.experiments.trec.scoring import curve_claim, halves_of, seed_resamples
+from jaxlab.experiments.trec.scoring import bin_centres, curve_claim, halves_of, seed_resamples
 from jaxlab.experiments.trec.studies.common import (
     Setting,
-    bin_centres,
     curves_of,
     make_setting,
     reference_notes,

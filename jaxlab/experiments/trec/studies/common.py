@@ -22,7 +22,6 @@ from jaxlab.training.program import Program
 __all__ = [
     "Chains",
     "Setting",
-    "bin_centres",
     "chains",
     "curves_of",
     "make_setting",
@@ -224,8 +223,3 @@ def curves_of(arrays: Mapping[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]
     """
     curves = arrays["replay/loss"].astype(np.float64) - arrays["replay/reference_loss"]
     return curves, trec.ema_coefficients(arrays["alphas"][:, 0].astype(np.float64))
-
-
-def bin_centres(num_bins: int) -> np.ndarray:
-    """Training fractions in the middle of the bins."""
-    return (np.arange(num_bins) + 0.5) / num_bins

@@ -6,10 +6,16 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from jaxlab.experiments.trec.scoring import Scores, cross_fit, curve_claim, fit_affine, halves_of
+from jaxlab.experiments.trec.scoring import (
+    Scores,
+    bin_centres,
+    cross_fit,
+    curve_claim,
+    fit_affine,
+    halves_of,
+)
 from jaxlab.experiments.trec.studies.common import (
     Setting,
-    bin_centres,
     curves_of,
     make_setting,
     reference_notes,
