@@ -102,7 +102,8 @@ def prepare_overrides(words: Sequence[str], *, multirun: bool = False) -> list[s
     """Checks `field=value` words and translates them to Hydra's overrides.
 
     `method`, `variant` and `preset` become one choice of a file, free text is quoted, and every
-    field's name is checked.
+    field's name is checked. A field that one study alone has may choose the study
+    (`registry.Method.implied`).
 
     Args:
       words: as typed, e.g. `["method=trec", "optimizer.peak_lr=1e-3"]`.
@@ -123,6 +124,10 @@ def prepare_overrides(words: Sequence[str], *, multirun: bool = False) -> list[s
         if word.partition("=")[0] in _CHOICES:
             override = _parse(word, multirun)
             chosen[override.key_or_group] = _values(override)
+    if "variant" not in chosen and len(chosen["method"]) == 1:
+        implied = registry.find_method(chosen["method"][0]).implied
+        named = [implied[key] for word in words if (key := word.partition("=")[0]) in implied]
+        chosen |= {"variant": named[:1]} if named else {}
     classes = [
         registry.config_class(slug, variant)
         for slug in chosen["method"]
@@ -509,6 +514,8 @@ def make_config(
         name: os.fspath(value) if isinstance(value, os.PathLike) else value
         for name, value in flatten(overrides).items()
     }
+    implied = registry.find_method(method).implied
+    variant = variant or next((implied[name] for name in flat if name in implied), None)
     words = [f"method={method}", f"preset={preset}"]
     words += [f"variant={variant}"] if variant else []
     words += [f"{group}={flat.pop(group)}" for group in _GROUPS if group in flat]

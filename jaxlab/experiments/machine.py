@@ -29,6 +29,7 @@ __all__ = [
     "compilation_cache",
     "describe_environment",
     "machine_name",
+    "free_memory",
     "peak_memory",
     "stop_requests",
 ]
@@ -197,6 +198,20 @@ def _git_revision() -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return revision + ("+changes" if changes else "")
+
+
+def free_memory() -> int | None:
+    """Bytes that the device that computes has free; None where that cannot be told."""
+    stats = jax.local_devices()[0].memory_stats() or {}
+    if "bytes_limit" in stats:
+        return int(stats["bytes_limit"]) - int(stats.get("bytes_in_use", 0))
+    try:
+        lines = pathlib.Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    sizes = dict(line.split(":", 1) for line in lines if ":" in line)
+    available = sizes.get("MemAvailable", "").split()
+    return int(available[0]) * 1024 if available else None
 
 
 def peak_memory() -> dict[str, int]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import importlib
+from collections.abc import Mapping
 from types import ModuleType
 
 from jaxlab.errors import UserError
@@ -35,12 +36,14 @@ class Method:
       summary: one line for `--help`.
       variants: its studies; the first is the default.
       presets: the sizes it ships.
+      implied: fields of one study alone, which choose it where no `variant=` does.
     """
 
     slug: str
     summary: str
     variants: tuple[str, ...]
     presets: tuple[str, ...] = ("test", "cpu")
+    implied: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 METHODS: dict[str, Method] = {
@@ -61,6 +64,12 @@ METHODS: dict[str, Method] = {
                 "plan",
                 "measure",
             ),
+        ),
+        Method(
+            "gnll",
+            "Tell a language model's wrong answers from the probability of its greedy one",
+            ("study", "stress", "model"),
+            implied={"model": "model", "data.path": "model"},
         ),
     )
 }

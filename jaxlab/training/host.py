@@ -2,11 +2,13 @@
 
 A judge, a long run of a real model, an evaluation of another run's checkpoint. Such a program
 compiles what it likes inside; here it is only asked for one item after the other, its results are
-kept, and a restart goes on with the item that is missing.
+kept, and a restart goes on with the item that is missing. `measure_program` makes one of a function
+that can be traced but trains nothing: a sampler, an exact enumeration.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import secrets
@@ -23,10 +25,11 @@ from jaxlab.parallel.processes import agree, is_main
 from jaxlab.training.driver import Observer, Outcome, Phase
 from jaxlab.training.lanes import Lane
 
-__all__ = ["HostProgram", "ItemFunction", "drive_host"]
+__all__ = ["HostProgram", "ItemFunction", "drive_host", "measure_program"]
 
 ItemFunction = Callable[[int, int, int], Mapping[str, Any]]
-"""`(trial_index, seed, item) -> {name: array}`, with the same shapes for every item."""
+"""`(trial_index, seed, item) -> {name: array}` of numbers or texts, with the same shapes for every
+item; texts may differ in length."""
 
 _SAVE_SECONDS = 20.0
 _PATTERN = "items-*.json"
@@ -39,7 +42,7 @@ class HostProgram:
     Attributes:
       name: names its results.
       num_trials: how many settings there are.
-      num_items: items of one trial and replicate.
+      num_items: items of one trial and replicate; None for a single one, without an axis.
       prepare: makes the function of an item; it may load what is large, and is called only when
         an item is missing.
       fingerprint: names the data; a resume on other data is refused.
@@ -48,16 +51,50 @@ class HostProgram:
 
     name: str
     num_trials: int
-    num_items: int
+    num_items: int | None
     prepare: Callable[[], ItemFunction]
     fingerprint: str = ""
     examples_per_item: int = 1
 
     def __post_init__(self) -> None:
-        if self.num_trials < 1 or self.num_items < 1:
+        if self.num_trials < 1 or self.num_items == 0:
             raise ValueError(
                 f"num_trials={self.num_trials}, num_items={self.num_items}: both at least 1"
             )
+
+
+def measure_program(
+    name: str,
+    trials: Any,
+    measure: Callable[[Any, jax.Array], Mapping[str, Any]],
+    *,
+    fingerprint: str = "",
+    examples: int = 1,
+) -> HostProgram:
+    """What is measured without training, for every trial and replicate, by one compiled program.
+
+    Args:
+      name: names its results.
+      trials: pytree of arrays `[trial, ...]`.
+      measure: `(trial, key) -> {name: array}`; pure and traceable. It holds its own batches of
+        problems, since trials and replicates run one after another.
+      fingerprint: names the data; a resume on other data is refused.
+      examples: problems in one measurement, for the report.
+
+    Returns:
+      A program whose arrays are `[trial, replicate, ...]`.
+    """
+
+    def prepare() -> ItemFunction:
+        compiled = jax.jit(measure)
+
+        def item(trial: int, seed: int, index: int) -> Mapping[str, Any]:
+            return compiled(jax.tree.map(lambda leaf: leaf[trial], trials), jax.random.key(seed))
+
+        return item
+
+    count = len(jax.tree.leaves(trials)[0])
+    return HostProgram(name, count, None, prepare, fingerprint, examples)
 
 
 def drive_host(
@@ -80,10 +117,11 @@ def drive_host(
       stop: asked before every item; a signal's number means: save and leave.
 
     Returns:
-      Arrays `[trial, replicate, item, ...]`, float64, int64 or bool; no states.
+      Arrays `[trial, replicate, item, ...]`, float64, int64, bool or text; no states.
 
     Raises:
-      InterruptedRun: `stop` gave a signal; every finished item is saved.
+      InterruptedRun: `stop` gave a signal. Then, and whatever else ends it, every finished item is
+        saved.
       StorageError: results could not be written.
       UserError: the saved results are of other data.
       ValueError: an item's arrays differ in name or shape from the others'.
@@ -99,16 +137,15 @@ def drive_host(
     if agree(len(missing)) != -agree(-len(missing)):
         missing = wanted
     function = program.prepare() if missing else None
-    for number, place in enumerate(missing, start=len(wanted) - len(missing) + 1):
-        signal = agree(stop() or 0)
-        if signal:
-            store.save()
-            kept = "run the same command to resume" if folder else "nothing was kept"
-            raise InterruptedRun(signal, f"stopped before item {number}; {kept}")
-        assert function is not None
-        store.add(place, function(*place))
-        observer.advance(number, None, 0.0)
-    store.save()
+    with store.saved_at_the_end():
+        for number, place in enumerate(missing, start=len(wanted) - len(missing) + 1):
+            signal = agree(stop() or 0)
+            if signal:
+                kept = "run the same command to resume" if folder else "nothing was kept"
+                raise InterruptedRun(signal, f"stopped before item {number}; {kept}")
+            assert function is not None
+            store.add(place, function(*place))
+            observer.advance(number, None, 0.0)
     return Outcome(
         arrays=_stack(program, [store.results[place] for place in wanted], len(seeds)),
         states=[],
@@ -122,7 +159,7 @@ def drive_host(
 def _places(program: HostProgram, seeds: Sequence[int]) -> Iterator[tuple[int, int, int]]:
     for trial in range(program.num_trials):
         for seed in seeds:
-            for item in range(program.num_items):
+            for item in range(program.num_items or 1):
                 yield trial, seed, item
 
 
@@ -133,7 +170,8 @@ def _stack(
     for result in results:
         if {name: value.shape for name, value in result.items()} != first:
             raise ValueError(f"program {program.name}: items differ in names or shapes of arrays")
-    lead = (program.num_trials, replicates, program.num_items)
+    items = () if program.num_items is None else (program.num_items,)
+    lead = (program.num_trials, replicates, *items)
     return {
         name: np.stack([result[name] for result in results]).reshape(lead + shape)
         for name, shape in first.items()
@@ -161,6 +199,17 @@ class _Store:
         self._unsaved.append([*place, plain])
         if time.perf_counter() - self._saved_at > _SAVE_SECONDS:
             self.save()
+
+    @contextlib.contextmanager
+    def saved_at_the_end(self) -> Iterator[None]:
+        """Saves, also after an exception, which then counts more than a failing disk."""
+        try:
+            yield
+        except BaseException:
+            with contextlib.suppress(StorageError):
+                self.save()
+            raise
+        self.save()
 
     def save(self) -> None:
         """Writes what is new as one more file, whole or not at all."""

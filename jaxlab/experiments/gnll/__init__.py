@@ -1,0 +1,1 @@
+"""G-NLL: how uncertain a language model is, from its greedy answer alone."""

@@ -1,0 +1,114 @@
+"""All uncertainty measures of the same answers, by name."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxlab.methods import gnll
+
+__all__ = ["BASELINES", "ESTIMATORS", "Estimator", "Texts", "estimate"]
+
+
+class Estimator(NamedTuple):
+    """A measure of uncertainty.
+
+    Attributes:
+      label: short name, as the papers write it.
+      samples: whether it needs samples; otherwise it needs the greedy answer alone.
+    """
+
+    label: str
+    samples: bool
+
+
+ESTIMATORS: dict[str, Estimator] = {
+    "g_nll": Estimator("G-NLL", False),
+    "length_normalized_g_nll": Estimator("LN-G-NLL", False),
+    "beam_nll": Estimator("beam NLL", False),
+    "sampled_nll": Estimator("sampled NLL", True),
+    "best_of_n_nll": Estimator("best-of-N NLL", True),
+    "predictive_entropy": Estimator("PE", True),
+    "length_normalized_predictive_entropy": Estimator("LN-PE", True),
+    "semantic_entropy": Estimator("SE", True),
+    "length_normalized_semantic_entropy": Estimator("LN-SE", True),
+    "discrete_semantic_entropy": Estimator("D-SE", True),
+    "cluster_probability": Estimator("MCP", True),
+    "sentence_sar": Estimator("SentSAR", True),
+}
+
+BASELINES = (
+    "predictive_entropy",
+    "length_normalized_predictive_entropy",
+    "semantic_entropy",
+    "length_normalized_semantic_entropy",
+    "discrete_semantic_entropy",
+)
+"""Those that the paper compares G-NLL with."""
+
+
+class Texts(NamedTuple):
+    """Generated texts.
+
+    Attributes:
+      log_probs: of each token, in nats, `[..., T]`.
+      lengths: tokens of each text, what ended it included, `[...]`.
+    """
+
+    log_probs: np.ndarray
+    lengths: np.ndarray
+
+    @property
+    def mask(self) -> np.ndarray:
+        """True for tokens of the text."""
+        return np.arange(self.log_probs.shape[-1]) < self.lengths[..., None]
+
+    @property
+    def log_likelihood(self) -> np.ndarray:
+        """Of each text, in nats, float64 `[...]`."""
+        return gnll.sequence_log_likelihood(self.log_probs.astype(np.float64), self.mask)
+
+
+def estimate(
+    greedy: Texts, samples: Texts, clusters: np.ndarray, beam: np.ndarray | None = None
+) -> dict[str, np.ndarray]:
+    """Every measure for every question.
+
+    Args:
+      greedy: one text a question, `[..., T]`.
+      samples: N texts a question, drawn at temperature 1, `[..., N, T]`.
+      clusters: numbers of the samples' meanings, `[..., N]`.
+      beam: negative log-likelihood of a beam search's best text, `[...]`; None for no such text.
+
+    Returns:
+      By the names of `ESTIMATORS`, `[...]`; larger is less certain. `sampled_nll` is that of the
+      first sample; SentSAR takes texts of one meaning as similar (1) and all others as not (0).
+    """
+    drawn = samples.log_likelihood
+    lengths = samples.lengths
+    same = (clusters[..., :, None] == clusters[..., None, :]).astype(np.float64)
+    found = {
+        "g_nll": gnll.g_nll(greedy.log_probs.astype(np.float64), greedy.mask),
+        "length_normalized_g_nll": gnll.length_normalized_g_nll(
+            greedy.log_probs.astype(np.float64), greedy.mask
+        ),
+        "sampled_nll": -drawn[..., 0],
+        "best_of_n_nll": gnll.best_of_n_nll(drawn),
+        "predictive_entropy": gnll.predictive_entropy(drawn),
+        "length_normalized_predictive_entropy": gnll.length_normalized_predictive_entropy(
+            drawn, lengths
+        ),
+        "semantic_entropy": gnll.semantic_entropy(drawn, clusters),
+        "length_normalized_semantic_entropy": gnll.length_normalized_semantic_entropy(
+            drawn, lengths, clusters
+        ),
+        "discrete_semantic_entropy": gnll.discrete_semantic_entropy(clusters),
+        "cluster_probability": gnll.maximum_cluster_probability(
+            drawn, clusters, form="negative_log"
+        ),
+        "sentence_sar": gnll.sentence_sar(drawn, same),
+    }
+    if beam is not None:
+        found["beam_nll"] = beam
+    return {name: np.asarray(found[name]) for name in ESTIMATORS if name in found}
