@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from typing import Any
 
@@ -22,6 +23,7 @@ F32: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-5}
 CHAINS = ("c0", "c1", "c2", "c3")
 VOCAB = 6
 LANES = 24
+BATCH, STEPS = 5, 8
 few = settings(max_examples=10, deadline=None)
 
 
@@ -76,6 +78,37 @@ def beam():
     return jax.jit(jax.vmap(decode))
 
 
+@pytest.fixture(scope="module")
+def stateful():
+    """Two beams and three samples of STEPS tokens from `table[time, state]`, in BATCH rows.
+
+    The state starts as the number of the row and becomes `memory * state + token`, modulo 5.
+    """
+
+    @jax.jit
+    def decode(
+        table: jax.Array, memory: jax.Array, temperature: jax.Array
+    ) -> tuple[gnll.Decoded, gnll.Decoded]:
+        def step(state: Any, token: jax.Array) -> tuple[jax.Array, Any]:
+            total, time = state
+            total = (memory * total + token) % 5
+            return table[time, total], (total, time + 1)
+
+        rows, kept = jnp.arange(BATCH, dtype=jnp.int32), {"max_new_tokens": STEPS, "eos_id": 0}
+        start = step, (rows, jnp.int32(1)), table[0, rows]
+        beams = gnll.beam_decode(*start, beam_width=2, **kept)
+        key = jax.random.key(0)
+        return beams, gnll.sample_decode(
+            *start, key, num_samples=3, temperature=temperature, **kept
+        )
+
+    def run(table: np.ndarray, *, memory: int, temperature: float) -> Any:
+        arguments = jnp.asarray(table, jnp.float32), jnp.int32(memory), jnp.float32(temperature)
+        return jax.tree.map(np.asarray, decode(*arguments))
+
+    return run
+
+
 # --- Exact laws -----------------------------------------------------------------------------------
 
 
@@ -107,7 +140,7 @@ def test_exact_laws_match_reference(name, exact):
     for key, value in pairs.items():
         np.testing.assert_allclose(value, of(key), **F64, err_msg=key)
     np.testing.assert_allclose(-best.log_prob, of("min_entropy"), **F64)
-    if len(p) < 1200:
+    if len(p) < 600:
         ids = law.sequences.sum(-1) % int(of("nclust"))
         found = gnll.semantic_entropy(log_p, ids), gnll.maximum_cluster_probability(log_p, ids)
         np.testing.assert_allclose(found, (of("semantic_entropy"), of("max_cluster_prob")), **F64)
@@ -245,21 +278,19 @@ def test_beams_match_reference(beam):
         np.testing.assert_array_equal(found.tokens[lane, 0], data[f"{name}_best_sequence"])
 
 
-def test_two_beams_find_what_greedy_misses():
+def test_two_beams_find_what_greedy_misses(stateful):
     """c2 is flat: its best sequence ends at once, which greedy decoding does not see."""
     data = golden("gnll_markov_exact")
     chain = data["c2_trans_logits"]
-    start = gnll.markov_start(chain, batch_size=2)
-    found = jax.jit(
-        lambda *logits: gnll.beam_decode(
-            start.step, start.state, *logits, beam_width=2, max_new_tokens=8, eos_id=0
-        )
-    )(start.first_logits)
-    chex.assert_shape(found, (2, 2, 8))
-    nll = gnll.beam_nll(*found[1:])
-    np.testing.assert_allclose(nll, data["c2_min_entropy"], **F32)
-    gap = gnll.greedy_gap(np.full(2, data["c2_greedy_nll"]), np.asarray(nll))
-    np.testing.assert_allclose(gap, data["c2_greedy_nll"] - data["c2_min_entropy"], rtol=1e-5)
+    # Without memory the state is the last token.
+    table = np.broadcast_to(np.pad(chain[:3], ((0, 2), (0, 0))), (STEPS + 1, 5, 3)).copy()
+    table[0] = chain[3]
+    beams, cold = stateful(table, memory=0, temperature=0.0)
+    nll = gnll.beam_nll(*beams[1:])
+    np.testing.assert_allclose(nll, np.full(BATCH, data["c2_min_entropy"]), **F32)
+    g_nll = gnll.g_nll(cold.token_logprobs[:, 0], cold.mask[:, 0])
+    expected = np.full(BATCH, data["c2_greedy_nll"] - data["c2_min_entropy"])
+    np.testing.assert_allclose(gnll.greedy_gap(g_nll, nll), expected, rtol=1e-5)
 
 
 def test_wide_beams_are_exact(beam):
@@ -289,53 +320,27 @@ def test_beams_without_sequences(beam):
     np.testing.assert_array_equal(found.tokens[0, :3], [[1, 0, 0, 0, 0], [0] * 5, [2, 0, 0, 0, 0]])
 
 
-def running_sum(table: jax.Array, batch: int) -> gnll.MarkovStart:
-    """A model whose state matters: the law depends on the sum of all tokens, and on the time."""
+def test_states_follow_their_sequences(stateful):
+    """Beams and samples of a model whose state matters, rescored from scratch."""
+    table = np.random.default_rng(5).normal(size=(STEPS + 1, 5, 3)) * 1.5
+    table[..., 0] -= 1.0
 
-    def step(state: Any, token: jax.Array) -> tuple[jax.Array, Any]:
-        total, time = state
-        total = (total + token) % 5
-        return table[time, total], (total, time + 1)
+    def laws(row: int, tokens: np.ndarray) -> np.ndarray:
+        totals = (row + np.cumsum([0, *tokens[:-1]])) % 5
+        return special.log_softmax(table[np.arange(STEPS), totals], -1)
 
-    state = jnp.zeros(batch, jnp.int32), jnp.int32(1)
-    first = jnp.broadcast_to(table[0, 0][None], (batch, table.shape[-1]))
-    return gnll.MarkovStart(step, state, first)  # pyright: ignore[reportArgumentType]
-
-
-def test_states_follow_their_sequences():
-    """Beams, samples and greedy sequences of a model with a state, rescored from scratch."""
-    steps, vocab = 4, 3
-    table = np.random.default_rng(5).normal(size=(steps + 1, 5, vocab)) * 1.5
-
-    @jax.jit
-    def decode(table: jax.Array) -> tuple[gnll.Decoded, ...]:
-        start, kept = running_sum(table, 2), {"max_new_tokens": steps, "eos_id": 0}
-        key = jax.random.key(0)
-        return (
-            gnll.beam_decode(*start, beam_width=8, **kept),
-            gnll.sample_decode(*start, key, num_samples=3, **kept),
-            gnll.sample_decode(*start, key, num_samples=3, temperature=0.0, **kept),
-            gnll.greedy_decode(*start, **kept),
-        )
-
-    def rescored(tokens: np.ndarray) -> float:
-        total = score = 0.0
-        for time, token in enumerate(tokens):
-            score += special.log_softmax(table[time, int(total) % 5])[token]
-            total += token
-            if token == 0:
-                break
-        return score
-
-    beams, drawn, cold, greedy = jax.tree.map(np.asarray, decode(jnp.asarray(table, jnp.float32)))
-    for found in (beams, drawn, greedy):
-        seq_ll = gnll.sequence_log_likelihood(found.token_logprobs, found.mask)
-        expected = np.apply_along_axis(rescored, -1, found.tokens)
-        np.testing.assert_allclose(seq_ll, expected, **F32)
-    np.testing.assert_array_equal(cold.tokens, np.stack([greedy.tokens] * 3, 1))
-    # Eight beams hold all open prefixes, so the best of all sequences is found.
-    everything = [rescored(np.array(x)) for x in itertools.product(range(vocab), repeat=steps)]
-    np.testing.assert_allclose(gnll.beam_nll(*beams[1:]), -max(everything), **F32)
+    beams, drawn = stateful(table, memory=1, temperature=1.0)
+    _, cold = stateful(table, memory=1, temperature=0.0)
+    for found in (beams, drawn, cold):
+        for row, each in itertools.product(range(BATCH), range(found.tokens.shape[1])):
+            tokens, logps, mask = (x[row, each] for x in found)
+            law = laws(row, tokens)
+            expected = np.where(mask, law[np.arange(STEPS), tokens], 0.0)
+            np.testing.assert_allclose(logps, expected, **F32)
+            if found is cold:
+                np.testing.assert_array_equal(tokens[mask], law.argmax(-1)[mask])
+    seq_ll = gnll.sequence_log_likelihood(beams.token_logprobs, beams.mask)
+    assert (seq_ll[:, 0] >= seq_ll[:, 1]).all()
 
 
 def test_samples_follow_the_law(exact):
@@ -382,15 +387,19 @@ def test_samples_follow_the_law(exact):
     ],
 )
 def test_decoder_errors(changed, message):
-    arguments = {**gnll.markov_start(np.zeros((4, 3)))._asdict(), "max_new_tokens": 2, "eos_id": 0}
-    arguments |= changed
-    for decode, own in (
-        (gnll.greedy_decode, {}),
-        (gnll.beam_decode, {"beam_width": 2}),
-        (gnll.sample_decode, {"key": jax.random.key(0), "num_samples": 2}),
+    arguments: dict[str, Any] = {
+        **gnll.markov_start(np.zeros((4, 3)))._asdict(),
+        "max_new_tokens": 2,
+        "eos_id": 0,
+        **changed,
+    }
+    for decode in (
+        gnll.greedy_decode,
+        functools.partial(gnll.beam_decode, beam_width=2),
+        functools.partial(gnll.sample_decode, key=jax.random.key(0), num_samples=2),
     ):
         with pytest.raises(ValueError, match=message):
-            decode(**arguments, **own)
+            decode(**arguments)
 
 
 def test_other_errors():
@@ -411,7 +420,7 @@ def test_other_errors():
         gnll.markov_start(np.zeros((4, 3)), batch_size=0)
     with pytest.raises(ValueError, match="max_len=0: must be at least 1"):
         gnll.exact_sequence_distribution(np.zeros((4, 3)), 0)
-    with pytest.raises(ValueError, match="max_len=9 with 30 tokens gives .* sequences: at most"):
+    with pytest.raises(ValueError, match=r"max_len=9 with 30 tokens gives .* sequences: at most"):
         gnll.exact_sequence_distribution(np.zeros((31, 30)), 9)
     for order in (1.0, 0.0, np.inf):
         with pytest.raises(ValueError, match="must be positive and finite, not 1"):

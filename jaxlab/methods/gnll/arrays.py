@@ -144,6 +144,6 @@ def _first(bad: np.ndarray) -> tuple[int, ...]:
     return tuple(np.argwhere(bad)[0].tolist())
 
 
-def _row(bad: np.ndarray) -> str:
+def _row(bad: Any) -> str:
     index = _first(bad)
     return f"row {index[0] if len(index) == 1 else index}" if index else "the only row"

@@ -296,7 +296,7 @@ def beam_nll(token_logprobs: Values, mask: Mask | None = None, *, include_eos: b
     return best_of_n_nll(seq_ll)
 
 
-def greedy_gap(greedy_nll: Values, other_nll: Values) -> Any:
+def greedy_gap(greedy_nll: float | Values, other_nll: float | Values) -> Any:
     """How much likelier the best sequence of a wider search is than the greedy one. Host or graph.
 
     `G-NLL - NLL` in nats: a lower bound of the error of G-NLL as the min-entropy.
