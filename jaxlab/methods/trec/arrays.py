@@ -22,10 +22,7 @@ __all__ = [
     "check_steps",
     "check_unit",
     "check_varies",
-    "compute_dtype",
     "fractions",
-    "operands",
-    "plain",
     "split",
 ]
 
@@ -37,21 +34,6 @@ Curves = Float[Array, "*batch steps"] | np.ndarray | Sequence[Any]
 
 Scalars = float | np.ndarray | Float[Array, "..."]
 """A number, or an array of them."""
-
-
-def compute_dtype(dtype: Any) -> Any:
-    """The dtype to compute in: float32 for integers and half precision, else unchanged."""
-    wide = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits >= 32
-    return dtype if wide else jnp.dtype(jnp.float32)
-
-
-def operands(*values: Any) -> tuple[Any, list[Any]]:
-    """The array module to compute with, and the values as its arrays of one dtype."""
-    dtypes = [compute_dtype(x.dtype) for x in values if isinstance(x, jax.Array)]
-    if not dtypes:
-        return np, [np.asarray(x, np.float64) for x in values]
-    widest = max(dtypes, key=lambda dtype: dtype.itemsize)
-    return jnp, [jnp.asarray(x, widest) for x in values]
 
 
 def fractions(xp: Any, curve: Any) -> Any:
@@ -92,11 +74,6 @@ def split(xp: Any, name: str, curve: Any, num_bins: int) -> Any:
             "tail of the curve if need be"
         )
     return xp.reshape(curve, (*curve.shape[:-1], num_bins, length // num_bins))
-
-
-def plain(xp: Any, value: Any) -> Any:
-    """A Python number for a host scalar; anything else as it is."""
-    return value.item() if xp is np and np.ndim(value) == 0 else value
 
 
 def check_curve(name: str, curve: Any) -> None:

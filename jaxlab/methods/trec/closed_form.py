@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from scipy.special import xlogy
 
-from jaxlab.methods.trec.arrays import check_positive, check_unit, plain
+from jaxlab.methods.trec.arrays import check_positive, check_unit
+from jaxlab.ops.arrays import plain
 from jaxlab.ops.schedules import SCHEDULES
 
 __all__ = [

@@ -10,16 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, PyTree
 
-from jaxlab.methods.trec.arrays import (
-    Curves,
-    check_curve,
-    check_lengths,
-    check_varies,
-    compute_dtype,
-    operands,
-    plain,
-    split,
-)
+from jaxlab.methods.trec.arrays import Curves, check_curve, check_lengths, check_varies, split
+from jaxlab.ops.arrays import compute_dtype, operands, plain
 
 __all__ = ["bin_curve", "compute_trec", "pearson", "reevaluation_loss", "valley"]
 

@@ -23,9 +23,8 @@ from jaxlab.methods.trec.arrays import (
     check_positive,
     check_steps,
     check_unit,
-    operands,
-    plain,
 )
+from jaxlab.ops.arrays import operands, plain
 
 __all__ = [
     "adamw_alphas",

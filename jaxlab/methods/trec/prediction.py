@@ -20,10 +20,9 @@ from jaxlab.methods.trec.arrays import (
     check_steps,
     check_varies,
     fractions,
-    operands,
-    plain,
     split,
 )
+from jaxlab.ops.arrays import operands, plain
 
 __all__ = [
     "SMALL_LM_LAW",
