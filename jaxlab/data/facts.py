@@ -166,7 +166,7 @@ def _calendar() -> Iterator[_Fact]:
 
 def _letters() -> Iterator[_Fact]:
     letters = string.ascii_uppercase
-    # A is no answer to anything: where articles do not count, it is empty.
+    # A is no answer to anything, here or elsewhere: where articles do not count, it is empty.
     for number, letter in enumerate(letters[1:], start=2):
         before = letters[number - 2]
         text = f"Which letter comes after {before} in the English alphabet?"
@@ -196,7 +196,7 @@ def _numerals() -> Iterator[_Fact]:
     for number in range(4, 64):
         answers = (f"{number:b}", f"0b{number:b}")
         yield f"binary-{number}", f"What is the decimal number {number} in binary?", answers
-    for number in range(10, 256, 5):
+    for number in range(15, 256, 5):
         answers = (f"{number:X}", f"0x{number:X}")
         text = f"What is the decimal number {number} in hexadecimal?"
         yield f"hexadecimal-{number}", text, answers
@@ -219,12 +219,14 @@ def _capitals() -> Iterator[_Fact]:
     wanted = set(_COUNTRIES.split())
     for country in _package("countryinfo", "capitals").all_countries():
         entry = country.info()
-        code = (entry.get("ISO") or {}).get("alpha3")
+        code = entry["ISO"]["alpha3"] if entry.get("ISO") else ""
+        if code not in wanted:
+            continue
         capitals = _CAPITALS.get(code, (entry.get("capital"),))
-        if code not in wanted or not isinstance(capitals[0], str):
+        if not isinstance(capitals[0], str):
             continue
         wanted.remove(code)  # some have two entries
-        name = _COUNTRY_NAMES.get(code, entry["name"]).removeprefix("The ")
+        name = (_COUNTRY_NAMES.get(code) or entry["name"]).removeprefix("The ")
         article = "the " if _WITH_ARTICLE.search(name) else ""
         yield code, f"What is the capital of {article}{name}?", tuple(_spellings(capitals))
 

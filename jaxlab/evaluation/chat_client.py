@@ -284,13 +284,15 @@ class ChatClient:
         return self._read_completion(completion)
 
     def _read_completion(self, completion: Any) -> _Reply | _Failure:
+        # The package builds this from whatever came, without checking it.
         choices = getattr(completion, "choices", None)
-        message = getattr(choices[0], "message", None) if choices else None
+        choice = choices[0] if isinstance(choices, list) and choices else None
+        message = getattr(choice, "message", None)
         if message is None:
             return self._malformed("it has no choices")
-        text = message.content
-        cut_off = getattr(choices[0], "finish_reason", None) == "length"
-        return _Reply(text if isinstance(text, str) else "", cut_off)
+        text = getattr(message, "content", None)
+        cut_off = getattr(choice, "finish_reason", None) == "length"
+        return _Reply(self._without_key(text) if isinstance(text, str) else "", cut_off)
 
     def _key(self) -> str:
         return os.environ.get(self._api_key_variable, "").strip()
@@ -304,7 +306,8 @@ class ChatClient:
                 "judge.api_key_variable", name, f"{self.base_url} {problem} (status {status})"
             )
         if status == 404:
-            return _Failure("judge.model", self.model, f"unknown at {self.base_url}: {said}")
+            problem = f"unknown at {self.base_url}, or this is not the endpoint's address: {said}"
+            return _Failure("judge.model", self.model, problem)
         if status == 429 or status >= 500:
             return self._unreachable(f"failed: {said}")
         return _Failure("judge.base_url", self.base_url, f"refused the request: {said}")
@@ -324,10 +327,13 @@ class ChatClient:
             "compatible with OpenAI's",
         )
 
-    def _safe(self, text: str) -> str:
-        """A text from outside in one line, without the key, which a server may have echoed."""
+    def _without_key(self, text: str) -> str:
+        """A text from outside; a server may have echoed the key."""
         key = self._key()
-        return _brief(text.replace(key, "[key]") if key else text)
+        return text.replace(key, "[key]") if key else text
+
+    def _safe(self, text: str) -> str:
+        return _brief(self._without_key(text))
 
 
 def _package(url: str) -> Any:
@@ -358,7 +364,7 @@ def _shown_url(url: str) -> str:
 def _cause(error: BaseException) -> str:
     """What an error says, with the one below it, which often says more."""
     below = error.__cause__
-    words = [str(error)] + ([str(below)] if below is not None and str(below) else [])
+    words = [str(error).rstrip(".")] + ([str(below)] if below is not None and str(below) else [])
     return ": ".join(words)
 
 
