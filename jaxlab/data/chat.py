@@ -14,7 +14,7 @@ from typing import Any, TypedDict
 import numpy as np
 
 from jaxlab.data.batches import EndlessBatches, EpochOrder
-from jaxlab.data.readers import OnSkip, read_json_lines
+from jaxlab.data.readers import OnSkip, is_text, read_json_lines
 from jaxlab.data.tokenizers import Tokenizer
 from jaxlab.errors import UserError
 
@@ -281,15 +281,7 @@ def _message(place: str, name: str, turn: Any) -> Message:
         raise UserError(_FIELD, place, f"{name} has role {role!r}; {hint}allowed: {allowed}")
     if not isinstance(content, str):
         raise UserError(_FIELD, place, f"the content of {name} must be text, not {content!r:.40}")
-    if "\0" in content or not _is_unicode(content):
+    if not is_text(content):
         problem = f"{name} holds a character that no text has: NUL, or half a surrogate pair"
         raise UserError(_FIELD, place, problem)
     return {"role": role, "content": content}
-
-
-def _is_unicode(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True

@@ -29,6 +29,7 @@ __all__ = [
     "Source",
     "SourceFile",
     "find_source",
+    "is_text",
     "read_documents",
     "read_json_lines",
     "read_pieces",
@@ -281,6 +282,14 @@ def read_json_lines(
     if os.path.isdir(os.path.expanduser(source.path)):
         raise UserError("data.path", source.shown, "is a folder; allowed: a file")
     return _placed_objects(source.files[0], _Skips(skip_bad, on_skip))
+
+
+def is_text(value: str) -> bool:
+    """Whether a string is text that a file can hold: no NUL, and no half of a surrogate pair."""
+    try:
+        return b"\0" not in value.encode()
+    except UnicodeEncodeError:
+        return False
 
 
 def _placed_objects(file: SourceFile, skips: _Skips) -> Iterator[tuple[str, dict[str, Any]]]:
