@@ -76,8 +76,7 @@ class ClosedBook:
                 raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
         if self.num_candidates > self.num_words:
             raise ValueError(
-                f"num_candidates={self.num_candidates}: must be at most "
-                f"num_words={self.num_words}"
+                f"num_candidates={self.num_candidates}: must be at most num_words={self.num_words}"
             )
 
     @property

@@ -28,8 +28,8 @@ __all__ = [
     "chosen_mesh",
     "compilation_cache",
     "describe_environment",
-    "machine_name",
     "free_memory",
+    "machine_name",
     "peak_memory",
     "stop_requests",
 ]

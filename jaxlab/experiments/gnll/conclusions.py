@@ -27,9 +27,7 @@ _PAPER = (
 _ABLATION = "arXiv 2412.15176, ablations, in words; no numbers known here"
 
 
-def conclude_study(
-    config: StudyConfig, arrays: Mapping[str, Mapping[str, np.ndarray]]
-) -> Result:
+def conclude_study(config: StudyConfig, arrays: Mapping[str, Mapping[str, np.ndarray]]) -> Result:
     """Trees and trained models.
 
     Args:
@@ -48,9 +46,7 @@ def conclude_study(
     )
 
 
-def conclude_stress(
-    config: StressConfig, arrays: Mapping[str, Mapping[str, np.ndarray]]
-) -> Result:
+def conclude_stress(config: StressConfig, arrays: Mapping[str, Mapping[str, np.ndarray]]) -> Result:
     """Where the measure fails.
 
     Args:
@@ -181,7 +177,8 @@ def _notes(config: ClosedBookConfig, found: Mapping[str, closed_book.Scores]) ->
     notes = [
         f"Uncertainty of {config.world.num_entities} greedy answers a seed; AUROC: does it tell "
         "wrong answers from right ones. Meanings are equal words, whatever phrasing precedes them.",
-        f"Generations a question: G-NLL 1, measures of samples {config.num_samples}, sampled NLL 1.",
+        f"Generations a question: G-NLL and sampled NLL 1, other measures of samples "
+        f"{config.num_samples}.",
     ]
     for task, scores in found.items():
         undefined = [config.seed + i for i in np.flatnonzero(np.isnan(scores.auroc["g_nll"]))]
@@ -208,7 +205,7 @@ def _figure(config: ClosedBookConfig, found: Mapping[str, closed_book.Scores]) -
         bars = Series("AUROC", labels, means, low, high, style="bar")
         accuracy = scores.accuracy.mean()
         panels.append(
-            Panel("", "AUROC", [bars], title=f"{task} answers, {accuracy:.0%} of them right")
+            Panel("measure", "AUROC", [bars], title=f"{task} answers, {accuracy:.0%} of them right")
         )
     return Figure(
         "auroc",

@@ -215,9 +215,12 @@ class QuestionsConfig:
             min_length=1,
         ),
     ] = None
-    topics: Annotated[
-        tuple[Topic, ...], option("What the facts are about.", min_length=1)
-    ] = ("arithmetic", "capitals", "elements", "library")
+    topics: Annotated[tuple[Topic, ...], option("What the facts are about.", min_length=1)] = (
+        "arithmetic",
+        "capitals",
+        "elements",
+        "library",
+    )
     num_questions: Annotated[
         int | None,
         option("How many questions; null: all of your file, or 240 facts.", ge=2, le=1_000_000),

@@ -72,7 +72,9 @@ def asked_questions(config: QuestionsConfig) -> tuple[list[Question], list[Quest
     try:
         examples, others = split_examples(found, config.num_examples)
     except ValueError as error:
-        raise UserError("data.num_examples", config.num_examples, str(error).partition(": ")[2])
+        raise UserError(
+            "data.num_examples", config.num_examples, str(error).partition(": ")[2]
+        ) from None
     number = config.num_questions or default or len(others)
     if not 2 <= number <= len(others):
         raise UserError(

@@ -61,9 +61,7 @@ class _Found(NamedTuple):
     topics: list[str]
 
 
-def conclude(
-    config: PretrainedConfig, arrays: Mapping[str, Mapping[str, np.ndarray]]
-) -> Result:
+def conclude(config: PretrainedConfig, arrays: Mapping[str, Mapping[str, np.ndarray]]) -> Result:
     """AUROCs with intervals over questions, figures, and tables for other programs.
 
     Args:
@@ -114,9 +112,7 @@ def _measured(own: Mapping[str, np.ndarray], questions: Sequence[Question]) -> _
     greedy = Texts(own["log_probs"][:, :, 0], own["lengths"][:, :, 0])
     samples = Texts(own["log_probs"][:, :, 1:], own["lengths"][:, :, 1:])
     beam = own["beam_nll"].astype(np.float64)
-    measures = estimate(
-        greedy, samples, own["clusters"], None if np.isnan(beam).any() else beam
-    )
+    measures = estimate(greedy, samples, own["clusters"], None if np.isnan(beam).any() else beam)
     topics = [question.topic for question in questions]
     return _Found(own["right"][0].astype(bool), measures, topics)
 
@@ -134,9 +130,7 @@ def _bootstraps(config: PretrainedConfig, found: _Found) -> BootstrapAuroc:
     gaps = samples - samples[0]
     gap_low, gap_high = np.quantile(gaps, [0.025, 0.975], axis=1)
     redrawn = sum(boot.redrawn for boot in each)
-    return BootstrapAuroc(
-        value, low, high, value - value[0], gap_low, gap_high, samples, redrawn
-    )
+    return BootstrapAuroc(value, low, high, value - value[0], gap_low, gap_high, samples, redrawn)
 
 
 def _generations(config: PretrainedConfig, name: str) -> int:
@@ -147,9 +141,7 @@ def _generations(config: PretrainedConfig, name: str) -> int:
     return config.num_samples
 
 
-def _findings(
-    config: PretrainedConfig, found: _Found, boots: BootstrapAuroc
-) -> tuple[Claim, ...]:
+def _findings(config: PretrainedConfig, found: _Found, boots: BootstrapAuroc) -> tuple[Claim, ...]:
     claims = []
     for index, name in enumerate(found.measures):
         label, number = ESTIMATORS[name].label, _generations(config, name)
@@ -174,9 +166,7 @@ def _findings(
     return tuple(claims)
 
 
-def _notes(
-    config: PretrainedConfig, own: Mapping[str, np.ndarray], found: _Found
-) -> list[str]:
+def _notes(config: PretrainedConfig, own: Mapping[str, np.ndarray], found: _Found) -> list[str]:
     number = len(found.right)
     notes = [
         f"{config.model} answers {found.right.sum()} of {number} questions right, judged by "
@@ -208,9 +198,7 @@ def _thresholds(found: _Found) -> list[str]:
     return notes
 
 
-def _lines(
-    questions: Sequence[Question], own: Mapping[str, np.ndarray], found: _Found
-) -> str:
+def _lines(questions: Sequence[Question], own: Mapping[str, np.ndarray], found: _Found) -> str:
     """One line of JSON a question: its answers, and every measure of the first replicate."""
     lines = []
     for index, question in enumerate(questions):
@@ -224,9 +212,7 @@ def _lines(
             "right": bool(found.right[index]),
             "samples": texts[1:],
             "clusters": [int(cluster) for cluster in own["clusters"][0, index]],
-            "measures": {
-                name: float(values[0, index]) for name, values in found.measures.items()
-            },
+            "measures": {name: float(values[0, index]) for name, values in found.measures.items()},
         }
         lines.append(json.dumps(entry, ensure_ascii=False))
     return "\n".join(lines) + "\n"
@@ -241,8 +227,12 @@ def _table(config: PretrainedConfig, found: _Found, boots: BootstrapAuroc) -> st
     )
     for index, name in enumerate(found.measures):
         numbers = (
-            boots.auroc, boots.low, boots.high,
-            boots.difference, boots.difference_low, boots.difference_high,
+            boots.auroc,
+            boots.low,
+            boots.high,
+            boots.difference,
+            boots.difference_low,
+            boots.difference_high,
         )
         values = [f"{column[index]:.6f}" for column in numbers]
         writer.writerow([name, _generations(config, name), *values])
@@ -250,14 +240,12 @@ def _table(config: PretrainedConfig, found: _Found, boots: BootstrapAuroc) -> st
 
 
 def _auroc_figure(config: PretrainedConfig, found: _Found, boots: BootstrapAuroc) -> Figure:
-    labels = [
-        f"{ESTIMATORS[name].label} ({_generations(config, name)})" for name in found.measures
-    ]
+    labels = [f"{ESTIMATORS[name].label} ({_generations(config, name)})" for name in found.measures]
     bars = Series("AUROC", labels, boots.auroc, boots.low, boots.high, style="bar")
     return Figure(
         "auroc",
         f"{config.model}: which measure tells wrong answers from right ones",
-        [Panel("", "AUROC", [bars])],
+        [Panel("measure", "AUROC", [bars])],
         f"{len(found.right)} questions, {found.right.mean():.0%} of them answered right; 95 % "
         "interval over questions; in brackets the generations a question. 0.5 is chance.",
     )
