@@ -541,8 +541,3 @@ def test_shapes_are_checked_while_tracing():
         jax.eval_shape(gnll.g_nll, jnp.zeros((2, 3)), jnp.zeros((2, 2)))
     with pytest.raises(ValueError, match="cluster_ids has shape"):
         jax.eval_shape(gnll.semantic_entropy, jnp.zeros((2, 3)), jnp.zeros(3, jnp.int32))
-
-
-def test_all_public_names_are_documented():
-    for name in gnll.__all__:
-        assert getattr(gnll, name).__doc__ or name == "Step"
