@@ -57,8 +57,9 @@ class Endpoint:
                     (self.path, {name.lower(): text for name, text in self.headers.items()}, body)
                 )
                 replies = endpoint.replies
-                reply: Any = replies.pop(0) if len(replies) > 1 else replies[0]
-                status, content = reply(body) if callable(reply) else reply
+                reply = replies.pop(0) if len(replies) > 1 else replies[0]
+                made: Any = reply(body) if callable(reply) else reply
+                status, content = made
                 data = content if isinstance(content, bytes) else json.dumps(content).encode()
                 self.send_response(status)
                 self.send_header("Content-Type", "application/json")
