@@ -6,6 +6,7 @@ import threading
 import time
 import traceback
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 
 import numpy as np
 import pytest
@@ -45,7 +46,8 @@ class Endpoint:
     """A server on this machine that gives the replies of a list, the last one again and again."""
 
     def __init__(self):
-        self.replies, self.requests = [], []
+        self.replies: list[Any] = []
+        self.requests: list[Any] = []
         endpoint = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -56,7 +58,8 @@ class Endpoint:
                 )
                 replies = endpoint.replies
                 reply = replies.pop(0) if len(replies) > 1 else replies[0]
-                status, content = reply(body) if callable(reply) else reply
+                made: Any = reply(body) if callable(reply) else reply
+                status, content = made
                 data = content if isinstance(content, bytes) else json.dumps(content).encode()
                 self.send_response(status)
                 self.send_header("Content-Type", "application/json")

@@ -161,6 +161,8 @@ def test_bins_are_of_equal_size_without_ties():
     np.testing.assert_array_equal(table.count, [4, 4, 4])
     np.testing.assert_array_equal(table.lowest, [0, 4, 8])
     np.testing.assert_array_equal(table.score, [1, 5, 9])
+    # Ties go where their middle belongs.
+    np.testing.assert_array_equal(reliability([1, 0, 0, 1], [0, 1, 1, 1], 2).count, [1, 3])
 
 
 def test_wilson_interval():
