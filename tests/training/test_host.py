@@ -3,13 +3,14 @@
 import json
 import signal
 
+import jax
 import numpy as np
 import pytest
 from etils import epath
 
 from jaxlab.errors import InterruptedRun, UserError
 from jaxlab.training import host
-from jaxlab.training.host import HostProgram, drive_host
+from jaxlab.training.host import HostProgram, drive_host, measure_program
 from tests.training.toy import Silent
 
 
@@ -119,3 +120,48 @@ def test_items_must_agree_in_shape():
         drive_host(program, [0], observer=Silent())
     with pytest.raises(ValueError, match="num_items=0"):
         counting_program([], items=0)
+
+
+def test_whatever_ends_a_run_keeps_its_items(tmp_path):
+    folder = epath.Path(tmp_path)
+
+    def prepare():
+        def item(trial, seed, index):
+            if index == 2:
+                raise UserError("judge.base_url", "http://x", "cannot be reached")
+            return {"value": index}
+
+        return item
+
+    with pytest.raises(UserError, match="cannot be reached"):
+        drive_host(HostProgram("ask", 1, 3, prepare), [1], observer=Silent(), folder=folder)
+    (file,) = (folder / "ask").glob("items-*.json")
+    assert [item[2] for item in json.loads(file.read_text())["items"]] == [0, 1]
+
+
+def test_items_may_hold_texts(tmp_path):
+    def item(trial, seed, index):
+        return {"texts": np.array(["a", "é" * (index + 1)])}
+
+    program = HostProgram("texts", 1, 2, lambda: item)
+    folder = epath.Path(tmp_path)
+    for _ in range(2):  # computed, then read back
+        found = drive_host(program, [0], observer=Silent(), folder=folder).arrays["texts"]
+        assert found.tolist() == [[[["a", "é"], ["a", "éé"]]]]
+
+
+def test_a_measurement_is_compiled_once_and_has_no_axis_of_items():
+    traces = []
+
+    def measure(trial, key):
+        traces.append(trial)
+        return {"value": trial["scale"] * jax.random.normal(key, (3,))}
+
+    trials = {"scale": np.array([1.0, 2.0], np.float32)}
+    program = measure_program("normal", trials, measure, examples=3)
+    outcome = drive_host(program, [7, 8, 9], observer=Silent())
+    assert len(traces) == 1
+    assert outcome.arrays["value"].shape == (2, 3, 3)
+    assert outcome.examples == 18
+    expected = jax.random.normal(jax.random.key(8), (3,))
+    np.testing.assert_allclose(outcome.arrays["value"][1, 1], 2 * np.asarray(expected), rtol=1e-6)

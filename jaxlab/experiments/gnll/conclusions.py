@@ -60,7 +60,7 @@ def conclude_stress(config: StressConfig, arrays: Mapping[str, Mapping[str, np.n
     claims = (
         _claim(
             "gnll.stress",
-            scores["discrete_semantic_entropy"] - scores["g_nll"],
+            scores["d_se"] - scores["g_nll"],
             "finding",
             None,
             f"D-SE's AUROC less G-NLL's where right answers can begin in {many} ways and wrong "
@@ -125,7 +125,7 @@ def _claims(config: StudyConfig, found: Mapping[str, closed_book.Scores]) -> lis
         ),
         _claim(
             "gnll.qa.auroc.entropy",
-            own - _mean_over_tasks(found, "predictive_entropy"),
+            own - _mean_over_tasks(found, "pe"),
             "claim",
             0.03,
             f"G-NLL's AUROC (1 generation) less PE's ({number} generations).",
@@ -141,7 +141,7 @@ def _claims(config: StudyConfig, found: Mapping[str, closed_book.Scores]) -> lis
         ),
         _claim(
             "gnll.qa.length",
-            own - _mean_over_tasks(found, "length_normalized_g_nll"),
+            own - _mean_over_tasks(found, "ln_g_nll"),
             "finding",
             None,
             "G-NLL's AUROC less that of G-NLL divided by the number of tokens.",
@@ -202,15 +202,21 @@ def _figure(config: ClosedBookConfig, found: Mapping[str, closed_book.Scores]) -
         means = [scores.auroc[name].mean() for name in names]
         ends = np.array([t_interval(scores.auroc[name]) for name in names])
         low, high = (np.where(np.isfinite(e), e, np.nan) for e in ends.T)
-        bars = Series("AUROC", labels, means, low, high, style="bar")
+        points = Series("measured", labels, means, low, high, style="points")
+        chance = Series("chance", labels, [0.5] * len(labels), style="dashed")
         accuracy = scores.accuracy.mean()
         panels.append(
-            Panel("measure", "AUROC", [bars], title=f"{task} answers, {accuracy:.0%} of them right")
+            Panel(
+                "measure",
+                "AUROC",
+                [points, chance],
+                title=f"{task} answers, {accuracy:.0%} of them right",
+            )
         )
     return Figure(
         "auroc",
         "Which measure tells wrong answers from right ones",
         panels,
-        f"Mean and 95 % interval over {config.replicates} seeds; 0.5 is chance. One generation a "
-        f"question for G-NLL, LN-G-NLL and sampled NLL, {config.num_samples} for the others.",
+        f"Mean and 95 % interval over {config.replicates} seeds. One generation a question "
+        f"for G-NLL, LN-G-NLL and sampled NLL, {config.num_samples} for the others.",
     )

@@ -201,7 +201,9 @@ class JudgeConfig:
         return self
 
 
-Topic = Literal["arithmetic", "capitals", "elements", "library"]
+Topic = Literal[
+    "arithmetic", "calendar", "letters", "numerals", "computing", "capitals", "elements"
+]
 
 
 @configuration
@@ -217,9 +219,9 @@ class QuestionsConfig:
     ] = None
     topics: Annotated[tuple[Topic, ...], option("What the facts are about.", min_length=1)] = (
         "arithmetic",
+        "calendar",
         "capitals",
         "elements",
-        "library",
     )
     num_questions: Annotated[
         int | None,
@@ -228,6 +230,13 @@ class QuestionsConfig:
     num_examples: Annotated[
         int, option("Answered questions that every prompt begins with.", ge=0, le=64)
     ] = 5
+
+    @model_validator(mode="after")
+    def check(self) -> QuestionsConfig:
+        """No topic twice."""
+        if len(set(self.topics)) < len(self.topics):
+            raise ValueError(f"data.topics={list(self.topics)}: must differ from each other")
+        return self
 
 
 @configuration

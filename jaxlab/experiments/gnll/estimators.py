@@ -25,25 +25,25 @@ class Estimator(NamedTuple):
 
 ESTIMATORS: dict[str, Estimator] = {
     "g_nll": Estimator("G-NLL", False),
-    "length_normalized_g_nll": Estimator("LN-G-NLL", False),
+    "ln_g_nll": Estimator("LN-G-NLL", False),
     "beam_nll": Estimator("beam NLL", False),
     "sampled_nll": Estimator("sampled NLL", True),
     "best_of_n_nll": Estimator("best-of-N NLL", True),
-    "predictive_entropy": Estimator("PE", True),
-    "length_normalized_predictive_entropy": Estimator("LN-PE", True),
-    "semantic_entropy": Estimator("SE", True),
-    "length_normalized_semantic_entropy": Estimator("LN-SE", True),
-    "discrete_semantic_entropy": Estimator("D-SE", True),
-    "cluster_probability": Estimator("MCP", True),
-    "sentence_sar": Estimator("SentSAR", True),
+    "pe": Estimator("PE", True),
+    "ln_pe": Estimator("LN-PE", True),
+    "se": Estimator("SE", True),
+    "ln_se": Estimator("LN-SE", True),
+    "d_se": Estimator("D-SE", True),
+    "mcp": Estimator("MCP", True),
+    "sent_sar": Estimator("SentSAR", True),
 }
 
 BASELINES = (
-    "predictive_entropy",
-    "length_normalized_predictive_entropy",
-    "semantic_entropy",
-    "length_normalized_semantic_entropy",
-    "discrete_semantic_entropy",
+    "pe",
+    "ln_pe",
+    "se",
+    "ln_se",
+    "d_se",
 )
 """Those that the paper compares G-NLL with."""
 
@@ -90,24 +90,16 @@ def estimate(
     same = (clusters[..., :, None] == clusters[..., None, :]).astype(np.float64)
     found = {
         "g_nll": gnll.g_nll(greedy.log_probs.astype(np.float64), greedy.mask),
-        "length_normalized_g_nll": gnll.length_normalized_g_nll(
-            greedy.log_probs.astype(np.float64), greedy.mask
-        ),
+        "ln_g_nll": gnll.length_normalized_g_nll(greedy.log_probs.astype(np.float64), greedy.mask),
         "sampled_nll": -drawn[..., 0],
         "best_of_n_nll": gnll.best_of_n_nll(drawn),
-        "predictive_entropy": gnll.predictive_entropy(drawn),
-        "length_normalized_predictive_entropy": gnll.length_normalized_predictive_entropy(
-            drawn, lengths
-        ),
-        "semantic_entropy": gnll.semantic_entropy(drawn, clusters),
-        "length_normalized_semantic_entropy": gnll.length_normalized_semantic_entropy(
-            drawn, lengths, clusters
-        ),
-        "discrete_semantic_entropy": gnll.discrete_semantic_entropy(clusters),
-        "cluster_probability": gnll.maximum_cluster_probability(
-            drawn, clusters, form="negative_log"
-        ),
-        "sentence_sar": gnll.sentence_sar(drawn, same),
+        "pe": gnll.predictive_entropy(drawn),
+        "ln_pe": gnll.length_normalized_predictive_entropy(drawn, lengths),
+        "se": gnll.semantic_entropy(drawn, clusters),
+        "ln_se": gnll.length_normalized_semantic_entropy(drawn, lengths, clusters),
+        "d_se": gnll.discrete_semantic_entropy(clusters),
+        "mcp": gnll.maximum_cluster_probability(drawn, clusters, form="negative_log"),
+        "sent_sar": gnll.sentence_sar(drawn, same),
     }
     if beam is not None:
         found["beam_nll"] = beam

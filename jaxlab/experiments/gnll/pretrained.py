@@ -47,7 +47,7 @@ from jaxlab.models.pretrained.families import decoder_from_config
 from jaxlab.models.pretrained.folders import open_source
 from jaxlab.training.host import HostProgram, ItemFunction
 
-__all__ = ["NAME", "Asked", "ask", "asked_questions", "build"]
+__all__ = ["NAME", "Asked", "Round", "ask", "asked_questions", "build"]
 
 NAME = "questions"
 _NUM_FACTS = 240
@@ -55,35 +55,54 @@ _WIDTH_UNIT = 16  # prompts are padded to a multiple of it
 _MEMORY_SHARE = 0.9
 
 
-def asked_questions(config: QuestionsConfig) -> tuple[list[Question], list[Question]]:
-    """`(examples, questions)`: those shown with their answers, and those asked.
+class Round(NamedTuple):
+    """A question with what its prompt shows before it.
+
+    Attributes:
+      question: what is asked.
+      examples: questions with their answers.
+    """
+
+    question: Question
+    examples: tuple[Question, ...]
+
+
+def asked_questions(config: QuestionsConfig) -> list[Round]:
+    """What is asked, in order, with examples that are never asked.
+
+    Examples are of the question's own topic where every topic has enough questions, else of all.
 
     Raises:
       UserError: the file cannot be used, a package is missing, or there are too few questions.
     """
     if config.path is not None:
-        try:
-            found = read_questions(config.path)
-        except UserError as error:
-            raise UserError("data.path", error.value, error.allowed) from None
+        found = read_questions(config.path)
     else:
         found = fact_questions(config.topics)
-    default = None if config.path is not None else _NUM_FACTS
-    try:
-        examples, others = split_examples(found, config.num_examples)
-    except ValueError as error:
-        raise UserError(
-            "data.num_examples", config.num_examples, str(error).partition(": ")[2]
-        ) from None
-    number = config.num_questions or default or len(others)
-    if not 2 <= number <= len(others):
+    count = config.num_examples
+    groups: dict[str, list[Question]] = {}
+    for question in found:
+        groups.setdefault(question.topic, []).append(question)
+    if min(map(len, groups.values())) <= count:
+        groups = {"": found}
+    examples: dict[str, Round] = {}
+    for group in groups.values():
+        try:
+            shown, others = split_examples(group, count)
+        except ValueError as error:
+            problem = str(error).partition(": ")[2]
+            raise UserError("data.num_examples", count, problem) from None
+        examples |= {question.id: Round(question, tuple(shown)) for question in others}
+    rounds = [examples[question.id] for question in found if question.id in examples]
+    number = config.num_questions or (_NUM_FACTS if config.path is None else len(rounds))
+    if not 2 <= number <= len(rounds):
+        used = len(found) - len(rounds)
         raise UserError(
             "data.num_questions",
             number,
-            f"there are {len(others)} questions besides {len(examples)} examples; at least 2 are "
-            "needed",
+            f"there are {len(rounds)} questions besides {used} examples; at least 2 are needed",
         )
-    return examples, others[:number]
+    return rounds[:number]
 
 
 def build(config: PretrainedConfig) -> HostProgram:
@@ -93,12 +112,11 @@ def build(config: PretrainedConfig) -> HostProgram:
       UserError: the questions or the model cannot be used, a prompt is too long, or the answers
         would not fit into memory.
     """
-    examples, questions = asked_questions(config.data)
+    rounds = asked_questions(config.data)
     files = open_model_files(config.model)
     judges = _judges(config.judge)
     prompts = [
-        files.tokenizer.encode(few_shot_prompt(question, examples), add_special_tokens=True)
-        for question in questions
+        files.tokenizer.encode(few_shot_prompt(*shown), add_special_tokens=True) for shown in rounds
     ]
     longest = max(map(len, prompts))
     if files.context is not None and longest + config.max_new_tokens > files.context:
@@ -110,9 +128,8 @@ def build(config: PretrainedConfig) -> HostProgram:
         )
     width = _WIDTH_UNIT * -(-longest // _WIDTH_UNIT)
     _check_memory(config, files, width)
-    mark = hashlib.sha256(
-        json.dumps([[q.question, q.answers] for q in (*examples, *questions)]).encode()
-    )
+    said = [[q.question, q.answers] for shown in rounds for q in (shown.question, *shown.examples)]
+    mark = hashlib.sha256(json.dumps(said).encode())
 
     def prepare() -> ItemFunction:
         model = load_language_model(files, dtype=config.dtype)
@@ -123,16 +140,16 @@ def build(config: PretrainedConfig) -> HostProgram:
             key = jax.random.fold_in(jax.random.key(seed), index)
             tokens = np.asarray(prompts[index])
             found = ask(model, tokens, key, config, stop_tokens=stops, width=width)
-            return _judged(files, questions[index], found, judges)
+            return _judged(files, rounds[index].question, found, judges)
 
         return item
 
     return HostProgram(
         NAME,
         num_trials=1,
-        num_items=len(questions),
+        num_items=len(rounds),
         prepare=prepare,
-        fingerprint=f"{len(questions)} questions {mark.hexdigest()[:12]} to {files.name}",
+        fingerprint=f"{len(rounds)} questions {mark.hexdigest()[:12]} to {files.name}",
     )
 
 

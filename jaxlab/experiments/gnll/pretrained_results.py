@@ -15,6 +15,7 @@ from jaxlab.evaluation.ranking import (
     BootstrapAuroc,
     abstention_threshold,
     area_under_rejection_accuracy,
+    auroc,
     paired_bootstrap,
     rejection_accuracy,
     reliability,
@@ -31,18 +32,18 @@ __all__ = ["conclude"]
 _SETTING = "mean over 18 settings of 6 models of 7B to 70B parameters and 6 tasks"
 _PAPER = {
     "g_nll": f"arXiv 2412.15176: 0.721, {_SETTING}",
-    "discrete_semantic_entropy": f"arXiv 2412.15176: 0.707, {_SETTING}; the best with 10 samples",
+    "d_se": f"arXiv 2412.15176: 0.707, {_SETTING}; the best with 10 samples",
 }
 _OTHER = "arXiv 2412.15176: at most 0.707 for measures of 10 samples"
 _ABLATION = "arXiv 2412.15176, ablations, in words; no numbers known here"
 _NOT_COMPARED = "not compared in arXiv 2412.15176"
 _SOURCES = {
     **dict.fromkeys(ESTIMATORS, _OTHER),
-    **dict.fromkeys(("length_normalized_g_nll", "beam_nll", "sampled_nll"), _ABLATION),
-    **dict.fromkeys(("best_of_n_nll", "cluster_probability", "sentence_sar"), _NOT_COMPARED),
+    **dict.fromkeys(("ln_g_nll", "beam_nll", "sampled_nll"), _ABLATION),
+    **dict.fromkeys(("best_of_n_nll", "mcp", "sent_sar"), _NOT_COMPARED),
     **_PAPER,
 }
-_SHOWN = ("g_nll", "discrete_semantic_entropy")
+_SHOWN = ("g_nll", "d_se")
 _BINS = 8
 _TARGETS = (0.8, 0.9)
 
@@ -68,7 +69,7 @@ def conclude(config: PretrainedConfig, arrays: Mapping[str, Mapping[str, np.ndar
       config: all settings.
       arrays: of the program `questions`, `[1, replicate, question, ...]`.
     """
-    _, questions = asked_questions(config.data)
+    questions = [shown.question for shown in asked_questions(config.data)]
     own = {name: value[0] for name, value in arrays[NAME].items()}
     found = _measured(own, questions)
     accuracy = float(found.right.mean())
@@ -92,6 +93,7 @@ def conclude(config: PretrainedConfig, arrays: Mapping[str, Mapping[str, np.ndar
         metrics[f"rejection_area.{name}"] = float(
             np.mean(area_under_rejection_accuracy(found.right, found.measures[name]))
         )
+    metrics |= _by_topic(found)
     files["measures.csv"] = _table(config, found, boots)
     return _result(
         config,
@@ -115,6 +117,19 @@ def _measured(own: Mapping[str, np.ndarray], questions: Sequence[Question]) -> _
     measures = estimate(greedy, samples, own["clusters"], None if np.isnan(beam).any() else beam)
     topics = [question.topic for question in questions]
     return _Found(own["right"][0].astype(bool), measures, topics)
+
+
+def _by_topic(found: _Found) -> dict[str, float]:
+    """AUROC within each topic that has right and wrong answers."""
+    metrics = {}
+    for topic in sorted(set(found.topics) - {""}):
+        members = np.array([name == topic for name in found.topics])
+        right = found.right[members]
+        if right.any() and not right.all():
+            for name in _SHOWN:
+                value = auroc(~right, found.measures[name][:, members])
+                metrics[f"auroc.{name}.{topic}"] = float(np.mean(value))
+    return metrics
 
 
 def _bootstraps(config: PretrainedConfig, found: _Found) -> BootstrapAuroc:
@@ -241,13 +256,14 @@ def _table(config: PretrainedConfig, found: _Found, boots: BootstrapAuroc) -> st
 
 def _auroc_figure(config: PretrainedConfig, found: _Found, boots: BootstrapAuroc) -> Figure:
     labels = [f"{ESTIMATORS[name].label} ({_generations(config, name)})" for name in found.measures]
-    bars = Series("AUROC", labels, boots.auroc, boots.low, boots.high, style="bar")
+    points = Series("measured", labels, boots.auroc, boots.low, boots.high, style="points")
+    chance = Series("chance", labels, [0.5] * len(labels), style="dashed")
     return Figure(
         "auroc",
         f"{config.model}: which measure tells wrong answers from right ones",
-        [Panel("measure", "AUROC", [bars])],
+        [Panel("measure", "AUROC", [points, chance])],
         f"{len(found.right)} questions, {found.right.mean():.0%} of them answered right; 95 % "
-        "interval over questions; in brackets the generations a question. 0.5 is chance.",
+        "interval over questions; in brackets the generations a question.",
     )
 
 
