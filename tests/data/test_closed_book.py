@@ -1,11 +1,13 @@
 """Made-up entities: a world is a pure function of its seed, and its batches follow its laws."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
 from jaxlab.data.closed_book import ClosedBook, answers_of
 
-SMALL = {"num_entities": 30, "batch_size": 64}
+SMALL: Any = {"num_entities": 30, "batch_size": 64}
 
 
 @pytest.mark.parametrize("phrasing", ["none", "even", "by_confidence"])

@@ -1,6 +1,7 @@
 """Trees and trained models: planted arrays through the conclusions, and small runs."""
 
 import json
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxlab.experiments.composition import make_config
-from jaxlab.experiments.gnll import closed_book, trees
+from jaxlab.experiments.gnll import closed_book, estimators, trees
 from jaxlab.experiments.gnll.closed_book import world
 from jaxlab.experiments.gnll.conclusions import STUDY_TASKS
 from jaxlab.experiments.gnll.estimators import ESTIMATORS, Texts, estimate
@@ -24,7 +25,7 @@ SMALL = {"replicates": 3, "num_samples": 4, "world": {"num_entities": 30}}
 
 
 @pytest.fixture(scope="module")
-def config():
+def config() -> Any:
     return make_config("gnll", preset="test", **SMALL)
 
 
@@ -135,9 +136,22 @@ def test_measures_are_those_of_the_method():
         np.testing.assert_allclose(found[name], [value], rtol=1e-12, err_msg=name)
 
 
+def test_blocks_of_questions_change_nothing(monkeypatch):
+    rng = np.random.default_rng(2)
+    greedy = Texts(-rng.uniform(0, 2, (2, 5, 3)), rng.integers(1, 4, (2, 5)))
+    samples = Texts(-rng.uniform(0, 2, (2, 5, 6, 3)), rng.integers(1, 4, (2, 5, 6)))
+    clusters = rng.integers(0, 3, (2, 5, 6))
+    whole = estimate(greedy, samples, clusters)
+    monkeypatch.setattr(estimators, "_PAIRS_AT_ONCE", 3 * 36)
+    for name, values in estimate(greedy, samples, clusters).items():
+        np.testing.assert_array_equal(values, whole[name], err_msg=name)
+        assert values.shape == (2, 5)
+
+
 def test_trees_are_measured_exactly():
     """What the compiled program says of a chain, against its enumeration in float64."""
-    config = make_config("gnll", preset="test").tree
+    full: Any = make_config("gnll", preset="test")
+    config = full.tree
     program = trees.build(config)
     arrays = drive_host(program, [5], observer=Silent()).arrays
     assert arrays["entropy"].shape == (2, 1, config.num_chains)
@@ -176,7 +190,7 @@ def test_the_command_prints_its_table(finished):
 
 def test_cached_log_probs_are_those_of_the_trained_model():
     """The summary's log-probabilities are those of one pass over question and answer."""
-    config = make_config("gnll", preset="test", steps=10, **SMALL)
+    config: Any = make_config("gnll", preset="test", steps=10, **SMALL)
     program = closed_book.build(config, ("even",))
     outcome = drive(program, [3], DriveSettings(), observer=Silent())
     own = world(config, "even", 3)

@@ -48,7 +48,7 @@ def model(folder):
     return load_language_model(folder)
 
 
-def configured(folder: Path, path: Path | None, **changes: Any):
+def configured(folder: Path, path: Path | None, **changes: Any) -> Any:
     data = {"path": None if path is None else str(path), "num_examples": 0, "num_questions": None}
     data |= changes.pop("data", {})
     return make_config(
@@ -275,7 +275,7 @@ def test_bad_input_is_one_line(lines, words, message, folder, tmp_path, capsys, 
 
 def test_too_many_samples_are_refused_before_anything_starts(folder, asked, monkeypatch):
     monkeypatch.setattr(machine, "free_memory", lambda: 2_000_000)
-    with pytest.raises(UserError, match=r"num_samples=65000: would take .* GB of memory") as info:
-        run(configured(folder, asked, num_samples=65000))
+    with pytest.raises(UserError, match=r"num_samples=1000: would take .* GB of memory") as info:
+        run(configured(folder, asked, num_samples=1000))
     most = int(str(info.value).rpartition(" ")[2])
     assert run(configured(folder, asked, num_samples=most)).metrics["accuracy"] == 0.5

@@ -123,7 +123,7 @@ class ClosedBookConfig(RunConfig):
     batch_size: Annotated[int, option("Questions in a batch.", ge=1, le=1_048_576)] = 256
     peak_lr: Annotated[float, option("Adam's learning rate; it decays to 0.", gt=0, le=10)] = 4e-3
     num_samples: Annotated[
-        int, option("Answers that are drawn for each question.", ge=2, le=65_536)
+        int, option("Answers that are drawn for each question.", ge=2, le=1000)
     ] = 10
     world: Annotated[WorldConfig, Field()] = WorldConfig()
     network: Annotated[NetworkConfig, Field()] = NetworkConfig()
@@ -264,7 +264,7 @@ class PretrainedConfig(RunConfig):
     ] = "smollm2-135m"
     data: Annotated[QuestionsConfig, Field()] = QuestionsConfig()
     num_samples: Annotated[
-        int, option("Answers that are drawn for each question.", ge=2, le=65_536)
+        int, option("Answers that are drawn for each question.", ge=2, le=1000)
     ] = 10
     num_beams: Annotated[
         int, option("Also the best answer of a beam search of this width; 1: none.", ge=1, le=1024)

@@ -47,6 +47,8 @@ BASELINES = (
 )
 """Those that the paper compares G-NLL with."""
 
+_PAIRS_AT_ONCE = 4_000_000  # of samples: the measures of meanings compare them all
+
 
 class Texts(NamedTuple):
     """Generated texts.
@@ -85,13 +87,30 @@ def estimate(
       By the names of `ESTIMATORS`, `[...]`; larger is less certain. `sampled_nll` is that of the
       first sample; SentSAR takes texts of one meaning as similar (1) and all others as not (0).
     """
-    drawn = samples.log_likelihood
-    lengths = samples.lengths
-    same = (clusters[..., :, None] == clusters[..., None, :]).astype(np.float64)
+    lead, number = clusters.shape[:-1], clusters.shape[-1]
+    flat = [value.reshape(-1, *value.shape[len(lead) :]) for value in (*greedy, *samples, clusters)]
+    block = max(1, _PAIRS_AT_ONCE // number**2)
+    parts = []
+    for first in range(0, len(flat[0]), block):
+        *texts, meanings = (value[first : first + block] for value in flat)
+        parts.append(_block(Texts(*texts[:2]), Texts(*texts[2:]), meanings))
     found = {
-        "g_nll": gnll.g_nll(greedy.log_probs.astype(np.float64), greedy.mask),
-        "ln_g_nll": gnll.length_normalized_g_nll(greedy.log_probs.astype(np.float64), greedy.mask),
-        "sampled_nll": -drawn[..., 0],
+        name: np.concatenate([part[name] for part in parts]).reshape(lead) for name in parts[0]
+    }
+    if beam is not None:
+        found["beam_nll"] = beam
+    return {name: found[name] for name in ESTIMATORS if name in found}
+
+
+def _block(greedy: Texts, samples: Texts, clusters: np.ndarray) -> dict[str, np.ndarray]:
+    """Measures of some questions `[question]`."""
+    log_probs, mask = greedy.log_probs.astype(np.float64), greedy.mask
+    drawn, lengths = samples.log_likelihood, samples.lengths
+    same = (clusters[:, :, None] == clusters[:, None]).astype(np.float64)
+    return {
+        "g_nll": gnll.g_nll(log_probs, mask),
+        "ln_g_nll": gnll.length_normalized_g_nll(log_probs, mask),
+        "sampled_nll": -drawn[:, 0],
         "best_of_n_nll": gnll.best_of_n_nll(drawn),
         "pe": gnll.predictive_entropy(drawn),
         "ln_pe": gnll.length_normalized_predictive_entropy(drawn, lengths),
@@ -101,6 +120,3 @@ def estimate(
         "mcp": gnll.maximum_cluster_probability(drawn, clusters, form="negative_log"),
         "sent_sar": gnll.sentence_sar(drawn, same),
     }
-    if beam is not None:
-        found["beam_nll"] = beam
-    return {name: np.asarray(found[name]) for name in ESTIMATORS if name in found}
