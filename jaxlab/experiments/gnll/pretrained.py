@@ -195,7 +195,8 @@ def ask(
     """
     size = min(model.tokenizer.vocab_size, model.model.vocab_size)
     new = config.max_new_tokens
-    tokens, valid = pad_prompts([prompt], vocab_size=size, chunk=width)
+    prompts = [prompt.tolist()]
+    tokens, valid = pad_prompts(prompts, vocab_size=size, chunk=width)
     network, params = model.model, model.params
     done = prefill(network, params, tokens, valid, capacity=tokens.shape[1] + new)
     common: Any = {"max_new_tokens": new, "stop_ids": stop_tokens, "vocab_size": size}
@@ -211,7 +212,7 @@ def ask(
     beam = np.nan
     if config.num_beams > 1:
         beams = BeamSettings(num_beams=config.num_beams, **common)
-        found = beam_search(network, params, [prompt], settings=beams, prefill_chunk=width)
+        found = beam_search(network, params, prompts, settings=beams, prefill_chunk=width)
         best, length = np.asarray(found.log_probs[0, 0]), int(found.lengths[0, 0])
         beam = float(gnll.sequence_nll(best[:length].astype(np.float64)))
     fields = ("tokens", "log_probs", "lengths", "finished")

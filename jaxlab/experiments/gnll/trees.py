@@ -119,8 +119,9 @@ def claims(config: TreeConfig, arrays: Mapping[str, np.ndarray]) -> list[Claim]:
         claim(
             "variance",
             gain[peaked].mean(axis=0),
-            f"On peaked chains (logits of deviation {config.peaked_from:g} or more): relative error "
-            f"of PE with {_SAMPLES} samples less that of one greedy decoding as the min-entropy.",
+            f"On peaked chains (logits of deviation {config.peaked_from:g} or more): relative "
+            f"error of PE with {_SAMPLES} samples less that of one greedy decoding as the "
+            "min-entropy.",
             bound=0.0,
         ),
         claim(
