@@ -35,7 +35,7 @@ from jaxlab.training.program import Program
 __all__ = ["NAME", "Scores", "build", "scores", "world"]
 
 NAME = "closed_book"
-_ADAM = {"b1": 0.9, "b2": 0.999, "eps": 1e-8}
+_B2 = 0.999
 
 
 def world(config: ClosedBookConfig, phrasing: Phrasing, seed: int) -> ClosedBook:
@@ -73,7 +73,7 @@ def build(config: ClosedBookConfig, phrasings: Sequence[Phrasing]) -> Program:
         return model.init(key, jnp.zeros((1, example.prompt_length), jnp.int32))["params"]
 
     def optimizer(trial: Any) -> optax.GradientTransformation:
-        return adamw(lambda count: trial["learning_rate"][count], 0.0, **_ADAM)
+        return adamw(lambda count: trial["learning_rate"][count], 0.0, b2=_B2)
 
     def init(trial: Any, key: jax.Array) -> TrainState:
         return init_state(nn.unbox(initial(key)), optimizer(trial), key)
