@@ -79,7 +79,8 @@ def generate(model: str | os.PathLike[str] | LanguageModel, prompt: str, **setti
       The text, without the prompt and without what ended it; of several samples the first.
 
     Raises:
-      jaxlab.errors.UserError: the model, the prompt or a setting cannot be used.
+      jaxlab.errors.UserError: the model or the prompt cannot be used, or not with these settings.
+      TypeError, ValueError: there is no such setting, or it is out of its range.
     """
     from jaxlab.experiments.generate.language_model import LanguageModel, load_language_model
 

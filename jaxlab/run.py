@@ -55,7 +55,7 @@ _STORES = {
     "gs": ("gcsfs", "'jaxlab[gcs]'"),
     "s3": ("s3fs", "s3fs"),
     "az": ("adlfs", "adlfs"),
-    "hf": ("huggingface_hub", "huggingface_hub"),
+    "hf": ("huggingface_hub", "'jaxlab[hub]'"),
 }
 
 

@@ -11,10 +11,19 @@ from jaxlab.experiments.registry import METHODS
 from jaxlab.experiments.trec.recipe_files import load_recipe
 
 README = Path(__file__).parents[1] / "README.md"
-BLOCKS = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+BLOCKS = [
+    pytest.param(
+        block,
+        id=f"block {number}",
+        marks=[pytest.mark.pretrained] if "smollm2" in block else [],
+    )
+    for number, block in enumerate(
+        re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+    )
+]
 
 
-@pytest.mark.parametrize("block", BLOCKS, ids=lambda text: text.split("\n", 1)[0])
+@pytest.mark.parametrize("block", BLOCKS)
 def test_a_python_block_runs(block, tmp_path):
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", block],
@@ -29,7 +38,7 @@ def test_a_python_block_runs(block, tmp_path):
 
 
 def test_there_are_blocks():
-    assert len(BLOCKS) == 2
+    assert len(BLOCKS) == 3
 
 
 def test_every_registered_method_has_a_row():

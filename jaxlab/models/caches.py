@@ -143,7 +143,9 @@ def sliding_window_cache(spare: int = 0) -> CachedAttention:
 
 
 def query_recorder(inner: CachedAttention, count: int) -> CachedAttention:
-    """Keeps the last queries of a prompt, from which SnapKV and its kin choose what to keep.
+    """Keeps the last queries, from which SnapKV and its kin choose what to keep of a prompt.
+
+    They are those of all tokens that came: look at them after the prompt, before the first step.
 
     Args:
       inner: what computes the attention.

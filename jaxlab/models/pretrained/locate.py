@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import os
 import re
@@ -25,6 +26,8 @@ _HUB_FILES = (
     "tokenizer_config.json",
     "special_tokens_map.json",
     "chat_template.jinja",
+    "chat_template.json",
+    "additional_chat_templates/*.jinja",
     "vocab.json",
     "merges.txt",
 )
@@ -56,9 +59,16 @@ def resolve(model: str | os.PathLike[str]) -> Path:
     raise UserError(
         "model",
         shown(name),
-        f"no such file or folder; allowed: a path, one of {known}, or organisation/name on the"
-        " Hugging Face Hub",
+        f"no such file or folder{_hint(name)}; allowed: a path, one of {known}, or"
+        " organisation/name on the Hugging Face Hub",
     )
+
+
+def _hint(name: str) -> str:
+    """The name in the registry that is like what was written, as a question."""
+    last = name.rstrip("/").rpartition("/")[2].lower()
+    close = difflib.get_close_matches(last, REGISTRY, n=1)
+    return f"; did you mean {close[0]}?" if close else ""
 
 
 def _from_hub(name: str) -> Path:
@@ -69,7 +79,7 @@ def _from_hub(name: str) -> Path:
         raise UserError(
             "model",
             name,
-            f"{missing}; to get it from the Hugging Face Hub: pip install huggingface_hub",
+            f"{missing}{_hint(name)}; for the Hugging Face Hub: pip install 'jaxlab[hub]'",
         ) from None
     print(f"{name}: from the Hugging Face Hub", file=sys.stderr, flush=True)
     try:
@@ -78,5 +88,5 @@ def _from_hub(name: str) -> Path:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         reason = shown(lines[0] if lines else type(error).__name__)
         raise UserError(
-            "model", name, f"{missing}, and not from the Hugging Face Hub: {reason}"
+            "model", name, f"{missing}, and not from the Hugging Face Hub: {reason}{_hint(name)}"
         ) from error

@@ -39,6 +39,16 @@ def test_anything_else_is_one_line(name: str, monkeypatch: pytest.MonkeyPatch, t
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("name", ["smollm2", "SmolLM2-135M", "./smolm2-135m", "org/SmolLM2-135m-it"])
+def test_a_name_that_is_like_a_known_one_is_a_question(
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    monkeypatch.chdir(tmp_path)
+    hub(monkeypatch, RuntimeError("nowhere"))
+    with pytest.raises(UserError, match=r"did you mean smollm2-135m\?"):
+        resolve(name)
+
+
 def hub(monkeypatch: pytest.MonkeyPatch, answer: Any) -> list[Any]:
     """A library of the Hub that records what it is asked for."""
     asked: list[Any] = []
@@ -64,6 +74,7 @@ def test_the_hub_is_asked_for_safetensors_and_the_tokenizer(
     [(name, patterns)] = asked
     assert name == "org/name-1.5B"
     assert {"config.json", "model*.safetensors", "tokenizer.json"} <= set(patterns)
+    assert {"chat_template.json", "additional_chat_templates/*.jinja"} <= set(patterns)
     assert not any(pattern.endswith((".bin", ".py", "*")) for pattern in patterns)
 
 
@@ -79,5 +90,5 @@ def test_an_unreachable_hub_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_pat
 def test_a_missing_hub_library_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(UserError, match="pip install huggingface_hub"):
+    with pytest.raises(UserError, match=r"pip install 'jaxlab\[hub\]'"):
         resolve("org/name")
