@@ -272,7 +272,7 @@ def _package(name: str, topic: str) -> Any:
     except ImportError as error:
         others = ", ".join(other for other in FACT_TOPICS if other not in ("capitals", "elements"))
         raise UserError(
-            "topics",
+            "data.topics",
             topic,
             f"needs {name}: pip install 'jaxlab[facts]'; topics without a package: {others}",
         ) from error

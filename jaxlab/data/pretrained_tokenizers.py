@@ -218,7 +218,7 @@ class PretrainedTokenizer:
 
     def token(self, number: int) -> str | None:
         """How the vocabulary spells an id; None where it has none."""
-        return self._tokenizer.id_to_token(number)
+        return self._tokenizer.id_to_token(number) if 0 <= number < self.vocab_size else None
 
     def token_id(self, token: str, *, field: str = "tokenizer") -> int:
         """The id of a token, spelled as the vocabulary spells it.

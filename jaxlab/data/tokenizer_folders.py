@@ -58,9 +58,9 @@ def load_tokenizer(
         bare = PretrainedTokenizer(definition, added_tokens=_added_tokens(named), name=_shown(file))
     except ValueError as error:
         raise UserError(field, _shown(file), f"{error}; allowed: a tokenizer.json") from error
-    tokens = _special_tokens(named, bare, _shown(folder), field)
+    tokens, size = _special_tokens(named, bare, _shown(folder), field), bare.vocab_size
     for name in ("bos_token", "eos_token", "pad_token"):
-        number = _generation_ids(generation, f"{name}_id", _shown(folder), field)[:1]
+        number = _generation_ids(generation, f"{name}_id", size, _shown(folder), field)[:1]
         spelled = bare.token(number[0]) if number else None
         if spelled is not None:
             tokens.setdefault(name, spelled)
@@ -72,7 +72,8 @@ def load_tokenizer(
     return bare.with_settings(
         TokenizerSettings(
             special_tokens=tokens,
-            stop_ids=_generation_ids(generation, "eos_token_id", _shown(folder), field) or end,
+            stop_ids=_generation_ids(generation, "eos_token_id", size, _shown(folder), field)
+            or end,
             prefix_ids=None if framed else begin if config.get("add_bos_token") else (),
             suffix_ids=end if not framed and config.get("add_eos_token") else (),
             chat_templates=_chat_templates(folder, config, field),
@@ -168,14 +169,15 @@ def _special_tokens(
 
 
 def _generation_ids(
-    generation: Mapping[str, Any], key: str, folder: str, field: str
+    generation: Mapping[str, Any], key: str, size: int, folder: str, field: str
 ) -> tuple[int, ...]:
+    """Ids that the file names, without those that the vocabulary does not have."""
     value = generation.get(key)
     values = value if isinstance(value, list) else [] if value is None else [value]
     if not all(isinstance(number, int) and number >= 0 for number in values):
         problem = f"{key} in generation_config.json must be an id or a list of ids"
         raise UserError(field, folder, problem)
-    return tuple(values)
+    return tuple(number for number in values if number < size)
 
 
 def _chat_templates(folder: Path, config: Mapping[str, Any], field: str) -> dict[str, str]:

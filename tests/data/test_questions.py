@@ -263,7 +263,7 @@ def test_a_missing_package_is_one_line(monkeypatch, topic, package):
     with pytest.raises(UserError) as caught:
         fact_questions([topic])
     line = str(caught.value)
-    assert line.startswith(f"topics={topic}: needs {package}: pip install 'jaxlab[facts]'")
+    assert line.startswith(f"data.topics={topic}: needs {package}: pip install 'jaxlab[facts]'")
     assert line.endswith("without a package: arithmetic, calendar, letters, numerals, computing")
     fact_questions(["letters", "computing"], 3)
 

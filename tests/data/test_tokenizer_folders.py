@@ -55,6 +55,9 @@ def test_generation_says_what_ends_a_text(tmp_path):
     assert (tokenizer.bos_id, tokenizer.eos_id) == (256, 257)
     written(tmp_path, generation_config__json={"eos_token_id": 256})
     assert load_tokenizer(tmp_path).settings.stop_ids == (256,)
+    # What the vocabulary does not have cannot end a text.
+    written(tmp_path, generation_config__json={"eos_token_id": [256, 10**30], "bos_token_id": 9999})
+    assert load_tokenizer(tmp_path).settings.stop_ids == (256,)
 
 
 def test_the_post_processor_goes_before_the_flags(tmp_path):

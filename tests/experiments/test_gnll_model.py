@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from jaxlab import run as command_line
-from jaxlab.data.questions import few_shot_prompt
+from jaxlab.data.questions import Question, few_shot_prompt
 from jaxlab.errors import InterruptedRun, UserError
 from jaxlab.evaluation.judges import SquadF1Judge
 from jaxlab.experiments import machine
@@ -273,3 +273,21 @@ def test_too_many_samples_are_refused_before_anything_starts(folder, asked, monk
         run(configured(folder, asked, num_samples=1000))
     most = int(str(info.value).rpartition(" ")[2])
     assert run(configured(folder, asked, num_samples=most)).metrics["accuracy"] == 0.5
+
+
+@pytest.mark.pretrained
+def test_a_real_model_answers_from_its_cache_as_without():
+    """SmolLM2's cached log-probabilities against one pass over the whole text."""
+    model = load_language_model("smollm2-135m")
+    config = configured(Path("smollm2-135m"), None)
+    shown = [Question("What is the capital of France?", ("Paris",), "0")]
+    prompt = model.tokenizer.encode(few_shot_prompt("What is the capital of Hungary?", shown))
+    options: Any = {"stop_tokens": pretrained.line_ends(model.tokenizer), "width": 48}
+    found = ask(model, prompt, jax.random.key(0), config, **options)
+    whole = np.concatenate([np.tile(prompt, (len(found.tokens), 1)), found.tokens], axis=1)
+    logits = model.model.apply({"params": model.params}, jnp.asarray(whole))
+    expected = gnll.token_log_probs(np.asarray(logits)[:, len(prompt) - 1 : -1], found.tokens)
+    mask = np.arange(found.tokens.shape[1]) < found.lengths[:, None]
+    np.testing.assert_allclose(found.log_probs, np.where(mask, expected, 0), atol=1e-4)
+    said = model.tokenizer.decode(found.tokens[0][: found.lengths[0] - 1])
+    assert said.strip() == "Budapest"

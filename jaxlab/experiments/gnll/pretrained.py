@@ -47,7 +47,7 @@ from jaxlab.models.pretrained.families import decoder_from_config
 from jaxlab.models.pretrained.folders import open_source
 from jaxlab.training.host import HostProgram, ItemFunction
 
-__all__ = ["NAME", "Asked", "Round", "ask", "asked_questions", "build"]
+__all__ = ["NAME", "Asked", "Round", "ask", "asked_questions", "build", "line_ends"]
 
 NAME = "questions"
 _NUM_FACTS = 240
@@ -133,7 +133,7 @@ def build(config: PretrainedConfig) -> HostProgram:
 
     def prepare() -> ItemFunction:
         model = load_language_model(files, dtype=config.dtype)
-        stops = _line_ends(files.tokenizer)
+        stops = line_ends(files.tokenizer)
 
         def item(trial: int, seed: int, index: int) -> Mapping[str, Any]:
             del trial
@@ -270,7 +270,7 @@ def _judges(config: JudgeConfig) -> tuple[Judge, EntailmentJudge]:
     return right, EqualityEntailment()
 
 
-def _line_ends(tokenizer: PretrainedTokenizer) -> tuple[int, ...]:
+def line_ends(tokenizer: PretrainedTokenizer) -> tuple[int, ...]:
     """The model's own stop tokens, and all that contain the end of a line."""
     lines = [i for i in range(tokenizer.vocab_size) if "\n" in tokenizer.decode([i])]
     return stop_ids(tokenizer, lines)

@@ -448,6 +448,8 @@ def _windows(
         full = _whole(config, "max_window_layers", 28)
         return tuple(None if layer < full else window for layer in range(layers))
     places: Mapping[str, int | None] = {"full_attention": None, "sliding_attention": window}
+    if not isinstance(kinds, list) or len(kinds) != layers:
+        raise UserError("config.layer_types", kinds, f"allowed is a list of {layers} kinds")
     for kind in kinds:
         if kind not in list(places):  # which may not be a text at all
             raise _unsupported("layer_types", kind, places)

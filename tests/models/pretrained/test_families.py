@@ -221,7 +221,16 @@ def test_settings_with_a_meaning_of_their_own_are_followed():
         ("qwen2", {"num_hidden_layers": True}, "config.num_hidden_layers=True"),
         ("qwen2", {"rms_norm_eps": -1.0}, "config.rms_norm_eps=-1.0: must be a positive"),
         ("qwen2", {"num_key_value_heads": 4}, "num_kv_heads=4: must divide"),
-        ("qwen2", {"use_sliding_window": True, "sliding_window": 4, "layer_types": ["x"]}, "=x: "),
+        (
+            "qwen2",
+            {"use_sliding_window": True, "sliding_window": 4, "layer_types": ["x"] * 3},
+            "=x: ",
+        ),
+        (
+            "qwen2",
+            {"use_sliding_window": True, "sliding_window": 4, "layer_types": 3},
+            "layer_types=3: allowed is a list of 3 kinds",
+        ),
     ],
 )
 def test_what_is_not_supported_is_named(name, changes, message):

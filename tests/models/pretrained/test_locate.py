@@ -39,7 +39,9 @@ def test_anything_else_is_one_line(name: str, monkeypatch: pytest.MonkeyPatch, t
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["smollm2", "SmolLM2-135M", "./smolm2-135m", "org/SmolLM2-135m-it"])
+@pytest.mark.parametrize(
+    "name", ["smollm2", "SmolLM2-135M", "./smolm2-135m", "org/SmolLM2-135m-it"]
+)
 def test_a_name_that_is_like_a_known_one_is_a_question(
     name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
