@@ -4,7 +4,7 @@ Needs `pip install -e '.[bench]'` and an idle machine. MODEL is a GGUF file or a
 one, by default `smollm2-135m`. Each library is measured with every number of threads and compared
 at its best. "load" reads the GGUF file, "load folder" the same model as a folder with safetensors;
 "first token" is a new process, from its start to the token that follows a short prompt, with
-compiled programs from an earlier process.
+compiled programs from an earlier process. int8 is the type of the weights alone.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def _makers(
     modules = {"jaxlab": "benchmarks.decoder_jax"}
     if importlib.util.find_spec("transformers") is not None:
         modules["PyTorch"] = "benchmarks.decoder_torch"
-    for kind in ("float32", "bfloat16"):
+    for kind in ("float32", "bfloat16", "int8"):
         for threads in sorted({1, cores}) if kind == "float32" else [cores]:
             for library, module in modules.items():
                 label = f"{library}, {kind}, {threads} thread{'s' if threads > 1 else ''}"

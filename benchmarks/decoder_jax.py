@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import sys
 import time
@@ -14,6 +15,7 @@ import numpy as np
 from benchmarks.workers import peak_memory, serve
 from jaxlab.experiments.machine import compilation_cache
 from jaxlab.models.generation import GenerationSettings, stream
+from jaxlab.models.int8_weights import quantize_weights
 from jaxlab.models.prefill import prefill
 from jaxlab.models.pretrained.loading import Pretrained, load_pretrained, save_pretrained
 
@@ -25,8 +27,10 @@ def _prompts(batch: int, length: int, vocab_size: int) -> np.ndarray:
 
 
 def _loaded(path: str, kind: str) -> Pretrained:
-    dtype = jnp.dtype(kind)
+    dtype = jnp.dtype("float32" if kind == "int8" else kind)
     loaded = load_pretrained(path, dtype=dtype, param_dtype=dtype)
+    if kind == "int8":
+        loaded = dataclasses.replace(loaded, params=quantize_weights(loaded.params))
     jax.block_until_ready(loaded.params)
     return loaded
 

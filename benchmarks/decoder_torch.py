@@ -22,7 +22,12 @@ def _loaded(path: str, kind: str) -> torch.nn.Module:
     file: dict[str, str] = {}
     if not os.path.isdir(path):
         path, file["gguf_file"] = os.path.split(path)
-    return AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, kind), **file).eval()
+    dtype = getattr(torch, "float32" if kind == "int8" else kind)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **file).eval()
+    if kind == "int8":
+        linear = {torch.nn.Linear}
+        model = torch.ao.quantization.quantize_dynamic(model, linear, dtype=torch.qint8)
+    return model
 
 
 def _prompts(model: torch.nn.Module, batch: int, length: int) -> torch.Tensor:

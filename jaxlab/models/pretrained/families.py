@@ -187,12 +187,17 @@ def tensors_from_params(
 
     Returns:
       Tensors by name, in the type of the parameters.
+
+    Raises:
+      ValueError: the parameters are int8 weights, which lie apart from their scales.
     """
     pieces: dict[str, list[tuple[int, np.ndarray]]] = {}
     for path, place in tensor_map(model, config).items():
         leaf: Any = params
         for key in path.split("."):
             leaf = leaf[key]
+        if leaf.dtype == jnp.int8:
+            raise ValueError(f"params: {path} has type int8; allowed are floating-point types")
         start = place.part[0] if place.part else 0
         pieces.setdefault(place.name, []).append((start, place.piece(np.asarray(leaf))))
     return {
