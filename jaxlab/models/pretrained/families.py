@@ -222,8 +222,12 @@ def _put(params: dict[str, Any], path: str, leaf: Any) -> None:
 
 
 def _boxed(model: Decoder) -> Any:
+    """Shapes of the parameters; since layers are alike, one is traced for all."""
     tokens = jax.ShapeDtypeStruct((1, 1), jnp.int32)
-    return jax.eval_shape(model.init, jax.random.key(0), tokens)["params"]
+    small = model.clone(num_layers=1, sliding_window=None)
+    params = dict(jax.eval_shape(small.init, jax.random.key(0), tokens)["params"])
+    layer = params.pop("layer_0")
+    return params | {f"layer_{index}": layer for index in range(model.num_layers)}
 
 
 def _named(tree: Any, is_leaf: Any = None) -> dict[str, Any]:
