@@ -14,10 +14,12 @@ import resource
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 __all__ = [
+    "NewWorker",
     "Worker",
     "machine_text",
     "median",
@@ -78,6 +80,26 @@ class Worker:
         raise RuntimeError(f"a worker ended with code {self._process.wait()}; see its message")
 
 
+class NewWorker:
+    """A worker that is started for every request and ended after it; its start is what counts.
+
+    Args:
+      start: starts it; its facts have `memory`.
+    """
+
+    def __init__(self, start: Callable[[], Worker]) -> None:
+        self._start = start
+
+    def ask(self, request: str) -> dict[str, Any]:
+        """Seconds until the worker was ready, and its memory; the request only names them."""
+        del request
+        before = time.perf_counter()
+        worker = self._start()
+        seconds = time.perf_counter() - before
+        worker.close()
+        return {"seconds": seconds, "memory": worker.facts["memory"]}
+
+
 def serve(
     facts: Mapping[str, Any], handlers: Mapping[str, Callable[[], Mapping[str, Any]]]
 ) -> None:
@@ -106,7 +128,7 @@ def running(workers: Mapping[str, Callable[[], Worker]]) -> Iterator[dict[str, W
 
 
 def take_turns(
-    workers: Mapping[str, Worker], request: str, rounds: int = ROUNDS
+    workers: Mapping[str, Worker] | Mapping[str, NewWorker], request: str, rounds: int = ROUNDS
 ) -> dict[str, list[dict[str, Any]]]:
     """Asks every worker once a round, after one round that is not counted."""
     answers: dict[str, list[dict[str, Any]]] = {name: [] for name in workers}

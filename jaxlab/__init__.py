@@ -53,7 +53,7 @@ def load_language_model(model: str | os.PathLike[str], *, dtype: str = "float32"
     Args:
       model: a name such as `smollm2-135m`, a folder, a GGUF file, or a model on the Hugging Face
         Hub.
-      dtype: `float32` or `bfloat16`, of weights and computation.
+      dtype: `float32` or `bfloat16`, of weights and computation; or `int8`, of the weights.
 
     Returns:
       A model whose `complete` gives texts with their tokens and log-probabilities.

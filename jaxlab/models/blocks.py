@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxlab.models.int8_weights import Int8Weight, int8_product, scale_name
 from jaxlab.ops.attention import (
     attention_weights,
     blockwise_attention,
@@ -199,8 +200,9 @@ class Block(nn.Module):
         shape: tuple[int, ...],
         axes: tuple[str, ...],
         stddev: float = INIT_STDDEV,
-    ) -> Array:
-        return new_weight(self, name, shape, axes, stddev).astype(self.dtype)
+    ) -> Array | Int8Weight:
+        weight = new_weight(self, name, shape, axes, stddev)
+        return weight if isinstance(weight, Int8Weight) else weight.astype(self.dtype)
 
     def _bias(self, present: bool, name: str, size: int, axis: str) -> Array | None:
         if not present:
@@ -330,28 +332,41 @@ class Block(nn.Module):
 
 def new_weight(
     module: Any, name: str, shape: tuple[int, ...], axes: tuple[str | None, ...], stddev: float
-) -> Array:
-    """A parameter of a module that has a `param_dtype`, normal at the start, with named axes."""
+) -> Any:
+    """A parameter of a module that has a `param_dtype`, normal at the start, with named axes.
+
+    Returns:
+      An array; of one that was given in 8 bits, an `Int8Weight` with the scales beside it.
+    """
     # A plain parameter under a matrix product: nn.DenseGeneral initialises a flattened kernel,
     # which its own logical axes do not fit once a mesh is set.
     init: Any = nn.with_logical_partitioning(nn.initializers.normal(stddev), axes)
-    return module.param(name, init, shape, module.param_dtype)
+    weight = module.param(name, init, shape, module.param_dtype)
+    if weight.dtype != jnp.int8:
+        return weight
+    return Int8Weight(weight, module.get_variable("params", scale_name(name)))
 
 
 def _linear(
     x: Float[Array, "batch seq *inputs"],
-    weight: Float[Array, "*inputs *outputs"],
+    weight: Float[Array, "*inputs *outputs"] | Int8Weight,
     bias: Float[Array, " size"] | None = None,
     *,
     inputs: int = 1,
 ) -> Float[Array, "batch seq *outputs"]:
     # Matrices of rows, forward and so backward too: the gradient of a product over two axes
     # copies its operands transposed, which costs as much as the product.
-    size = math.prod(weight.shape[:inputs])
-    product = x.reshape(-1, size) @ weight.reshape(size, -1)
+    shape = weight.codes.shape if isinstance(weight, Int8Weight) else weight.shape
+    size = math.prod(shape[:inputs])
+    rows = x.reshape(-1, size)
+    if isinstance(weight, Int8Weight):
+        flat = Int8Weight(weight.codes.reshape(size, -1), weight.scale.reshape(-1))
+        product = int8_product(rows, flat).astype(x.dtype)
+    else:
+        product = rows @ weight.reshape(size, -1)
     if bias is not None:
         product = product + bias[None, :]
-    return product.reshape(*x.shape[:2], *weight.shape[inputs:])
+    return product.reshape(*x.shape[:2], *shape[inputs:])
 
 
 def _mask(pattern: Pattern, window: int | Array | None) -> Bool[Array, "#batch 1 seq seq"]:

@@ -71,26 +71,7 @@ def dense_cache() -> CachedAttention:
 
     def attend(layer: int, inputs: AttentionInputs, state: CacheState, carry: Any) -> Any:
         del layer
-        start, chunk, slots = state.length, inputs.positions.shape[1], state.key.shape[2]
-        if chunk > slots:
-            raise ValueError(f"a chunk of {chunk} tokens: the cache has a capacity of {slots}")
-        key, value, positions = _stored(inputs)
-        state = CacheState(
-            _write(state.key, key, start, 2),
-            _write(state.value, value, start, 2),
-            _write(state.positions, positions, start, 1),
-            start + _count(inputs),
-        )
-        if inputs.tree_mask is None:
-            out = _attend(inputs, state.key, state.value, state.positions)
-        else:
-            mask = _tree_mask(inputs, state.positions, start)
-            out = head_major_attention(
-                inputs.query, state.key, state.value, mask, scale=inputs.scale
-            )
-        # A write behind the end would be moved in front of it without a word.
-        fits = (start + chunk <= slots)[:, None, None, None]
-        return jnp.where(fits, out, jnp.full_like(out, jnp.nan)), state, carry, None
+        return *_dense_attend(inputs, state), carry, None
 
     return CachedAttention(
         lambda layer, shape: _empty(shape, shape.capacity),
@@ -100,6 +81,28 @@ def dense_cache() -> CachedAttention:
         tree_masks=True,
         windows=True,
     )
+
+
+@jax.jit  # equal layers are traced once for all
+def _dense_attend(inputs: AttentionInputs, state: CacheState) -> tuple[Array, CacheState]:
+    start, chunk, slots = state.length, inputs.positions.shape[1], state.key.shape[2]
+    if chunk > slots:
+        raise ValueError(f"a chunk of {chunk} tokens: the cache has a capacity of {slots}")
+    key, value, positions = _stored(inputs)
+    state = CacheState(
+        _write(state.key, key, start, 2),
+        _write(state.value, value, start, 2),
+        _write(state.positions, positions, start, 1),
+        start + _count(inputs),
+    )
+    if inputs.tree_mask is None:
+        out = _attend(inputs, state.key, state.value, state.positions)
+    else:
+        mask = _tree_mask(inputs, state.positions, start)
+        out = head_major_attention(inputs.query, state.key, state.value, mask, scale=inputs.scale)
+    # A write behind the end would be moved in front of it without a word.
+    fits = (start + chunk <= slots)[:, None, None, None]
+    return jnp.where(fits, out, jnp.full_like(out, jnp.nan)), state
 
 
 @functools.cache

@@ -9,7 +9,7 @@ Models are Unsupervised Multitask Learners", section 2.3 (also the scaled initia
 
 The parameters of layer `i` live under `layer_i`. That is the canonical form, whatever ran the
 layers: `stack_layers` makes the one that `scan_layers=True` reads, `unstack_layers` undoes it.
-Decoding with a cache is in `models.seam`.
+Decoding with a cache is in `models.seam`, weights in 8 bits are in `models.int8_weights`.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from jaxlab.models.blocks import (
     new_weight,
     wide,
 )
+from jaxlab.models.int8_weights import Int8Weight, int8_product, int8_rows
 from jaxlab.ops.rotary import RotaryScaling
 from jaxlab.parallel.mesh import split_examples
 
@@ -177,7 +178,11 @@ class Decoder(nn.Module):
         Raises:
           ValueError: positions are learned and none were given.
         """
-        x = jnp.take(self.embedding, tokens, axis=0).astype(self.dtype)
+        table = self.embedding
+        if isinstance(table, Int8Weight):
+            x = int8_rows(table, tokens).astype(self.dtype)
+        else:
+            x = jnp.take(table, tokens, axis=0).astype(self.dtype)
         if self.num_positions is not None:
             if positions is None:
                 raise ValueError("positions=None: a model with learned positions needs them")
@@ -191,12 +196,16 @@ class Decoder(nn.Module):
     def read_out(self, normed: Float[Array, "batch seq width"]) -> Float[Array, "batch seq vocab"]:
         """Float32 logits from what `normalize` gives."""
         weight, axis = (self.embedding, 1) if self.tie_embeddings else (self.unembedding, 0)
-        logits = jax.lax.dot_general(
-            normed.reshape(-1, self.width),
-            weight.astype(self.dtype),
-            (((1,), (axis,)), ((), ())),
-            preferred_element_type=wide(self.dtype),
-        )
+        rows = normed.reshape(-1, self.width)
+        if isinstance(weight, Int8Weight):
+            logits = int8_product(rows, weight, axis)
+        else:
+            logits = jax.lax.dot_general(
+                rows,
+                weight.astype(self.dtype),
+                (((1,), (axis,)), ((), ())),
+                preferred_element_type=wide(self.dtype),
+            )
         return logits.reshape(*normed.shape[:2], self.vocab_size)
 
     def unembed(self, x: Float[Array, "batch seq width"]) -> Float[Array, "batch seq vocab"]:

@@ -10,13 +10,17 @@ build on are in `models.caches`.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Integer
 
+from jaxlab.models.blocks import Block, Projection
 from jaxlab.models.decoder import Decoder, decoder_block
+from jaxlab.ops.rotary import RotaryTables
 
 __all__ = [
     "AttentionInputs",
@@ -232,8 +236,8 @@ def decode_step(
     new_states: list[Any] = []
     stats: list[Any] = []
     for layer, state in enumerate(states):
-        block, weights = decoder_block(model, layer), {"params": params[f"layer_{layer}"]}
-        found: Any = block.apply(weights, x, tables, method="projection")
+        block, weights = decoder_block(model, layer), params[f"layer_{layer}"]
+        found = _projection(block, weights, x, tables)
         inputs = AttentionInputs(
             hidden=found.normed,
             query=found.query,
@@ -248,7 +252,7 @@ def decode_step(
             scale=block.head_dim**-0.5,
         )
         out, state, carry, stat = attention.attend(layer, inputs, state, carry)
-        x = block.apply(weights, x, out, method="merge")
+        x = _merge(block, weights, x, out)
         hidden.append(x)
         new_states.append(state)
         stats.append(stat)
@@ -335,6 +339,26 @@ def by_layer(attentions: Sequence[CachedAttention]) -> CachedAttention:
         windows=True,
         chunks=all(attention.chunks for attention in chosen),
     )
+
+
+# Equal layers are traced and lowered once for all; the compiler puts them in place.
+@functools.partial(jax.jit, static_argnames="block")
+def _projection(
+    block: Block, params: Any, x: Float[Array, "batch chunk width"], tables: RotaryTables | None
+) -> Projection:
+    found: Any = block.apply({"params": params}, x, tables, method="projection")
+    return found
+
+
+@functools.partial(jax.jit, static_argnames="block")
+def _merge(
+    block: Block,
+    params: Any,
+    x: Float[Array, "batch chunk width"],
+    attended: Float[Array, "batch chunk heads head_dim"],
+) -> Float[Array, "batch chunk width"]:
+    found: Any = block.apply({"params": params}, x, attended, method="merge")
+    return found
 
 
 def _last(

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,11 @@ from jaxlab import run
 from jaxlab.errors import JaxlabError, UserError
 from jaxlab.experiments.composition import compose_command, make_config, prepare_overrides
 from jaxlab.experiments.generate.config import GenerateConfig, TextSettings
-from jaxlab.experiments.generate.language_model import open_model_files, prepare
+from jaxlab.experiments.generate.language_model import (
+    load_language_model,
+    open_model_files,
+    prepare,
+)
 from jaxlab.experiments.registry import METHODS, TOOLS
 from jaxlab.models.pretrained.families import decoder_from_config
 from jaxlab.models.pretrained.loading import save_pretrained
@@ -377,8 +382,17 @@ def test_from_python(alphabet):
         jaxlab.generate(model, "abc", maximum=5)
     with pytest.raises(ValueError, match="num_beams=2: must be 1 with top_k=3"):
         jaxlab.generate(model, "abc", num_beams=2, top_k=3)
-    with pytest.raises(JaxlabError, match="dtype=int8: allowed: float32, bfloat16"):
-        jaxlab.load_language_model(alphabet, dtype="int8")
+    with pytest.raises(JaxlabError, match="dtype=int4: allowed: float32, bfloat16, int8"):
+        jaxlab.load_language_model(alphabet, dtype="int4")
+
+
+def test_weights_in_8_bits(call, alphabet):
+    code, out, err = call("prompt=abc", "max_new_tokens=8", "dtype=int8")
+    assert (code, out) == (0, "defghijk\n")
+    assert "int8, loaded in" in err
+    mesh = types.SimpleNamespace(size=2)  # of which nothing but the size matters
+    with pytest.raises(UserError, match="dtype=int8: allowed on several devices: float32"):
+        load_language_model(alphabet, dtype="int8", mesh=mesh)  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.pretrained

@@ -143,9 +143,10 @@ class GenerateConfig(CommandConfig):
         _one_or_many,
     ] = ()
     seed: Annotated[int, option("Seed of the draws.", ge=0, le=2**31 - 1)] = 0
-    dtype: Annotated[Literal["float32", "bfloat16"], option("Type of weights and computation.")] = (
-        "float32"
-    )
+    dtype: Annotated[
+        Literal["float32", "bfloat16", "int8"],
+        option("Type of weights and computation; int8: of weights, on one device."),
+    ] = "float32"
     prefill_chunk: Annotated[
         int | None,
         option(

@@ -31,6 +31,7 @@ from jaxlab.experiments.generate.config import TextSettings
 from jaxlab.models.beam_search import BeamSettings, beam_search
 from jaxlab.models.decoder import Decoder
 from jaxlab.models.generation import Generated, GenerationSettings, stream
+from jaxlab.models.int8_weights import quantize_weights
 from jaxlab.models.pretrained.folders import open_source
 from jaxlab.models.pretrained.loading import load_pretrained
 from jaxlab.models.pretrained.locate import resolve
@@ -270,21 +271,25 @@ def load_language_model(
     Args:
       model: a name such as `smollm2-135m`, a folder, a GGUF file, or a model on the Hugging Face
         Hub; or what `open_model_files` gave.
-      dtype: `float32` or `bfloat16`, of weights and computation.
-      mesh: over which to split the parameters.
+      dtype: `float32` or `bfloat16`, of weights and computation; or `int8`, of the weights, with
+        a computation in float32 (see `models.int8_weights`).
+      mesh: over which to split the parameters; not with `int8`.
 
     Raises:
       UserError: there is no such model, its files are damaged or of an unknown kind, or its
         tokenizer is missing or not its own.
     """
-    if dtype not in ("float32", "bfloat16"):
-        raise UserError("dtype", dtype, "allowed: float32, bfloat16")
+    if dtype not in ("float32", "bfloat16", "int8"):
+        raise UserError("dtype", dtype, "allowed: float32, bfloat16, int8")
+    if dtype == "int8" and mesh is not None and mesh.size > 1:
+        raise UserError("dtype", dtype, "allowed on several devices: float32, bfloat16")
     files = model if isinstance(model, ModelFiles) else open_model_files(model)
-    kind = jnp.dtype(dtype)
+    kind = jnp.dtype("float32" if dtype == "int8" else dtype)
     found = load_pretrained(files.path, mesh=mesh, dtype=kind, param_dtype=kind)
     size = found.model.vocab_size
     check_vocabulary_size(files.tokenizer.vocab_size, size, name=files.tokenizer.name)
-    return LanguageModel(files, found.model, found.params)
+    params = quantize_weights(found.params) if dtype == "int8" else found.params
+    return LanguageModel(files, found.model, params)
 
 
 class _Text:

@@ -187,12 +187,17 @@ def tensors_from_params(
 
     Returns:
       Tensors by name, in the type of the parameters.
+
+    Raises:
+      ValueError: the parameters are int8 weights, which lie apart from their scales.
     """
     pieces: dict[str, list[tuple[int, np.ndarray]]] = {}
     for path, place in tensor_map(model, config).items():
         leaf: Any = params
         for key in path.split("."):
             leaf = leaf[key]
+        if leaf.dtype == jnp.int8:
+            raise ValueError(f"params: {path} has type int8; allowed are floating-point types")
         start = place.part[0] if place.part else 0
         pieces.setdefault(place.name, []).append((start, place.piece(np.asarray(leaf))))
     return {
@@ -217,8 +222,12 @@ def _put(params: dict[str, Any], path: str, leaf: Any) -> None:
 
 
 def _boxed(model: Decoder) -> Any:
+    """Shapes of the parameters; since layers are alike, one is traced for all."""
     tokens = jax.ShapeDtypeStruct((1, 1), jnp.int32)
-    return jax.eval_shape(model.init, jax.random.key(0), tokens)["params"]
+    small = model.clone(num_layers=1, sliding_window=None)
+    params = dict(jax.eval_shape(small.init, jax.random.key(0), tokens)["params"])
+    layer = params.pop("layer_0")
+    return params | {f"layer_{index}": layer for index in range(model.num_layers)}
 
 
 def _named(tree: Any, is_leaf: Any = None) -> dict[str, Any]:

@@ -5,8 +5,10 @@ The values are in `tests/golden/smollm2.json`: torch 2.13, transformers 5.24, fl
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -17,6 +19,7 @@ import pytest
 from jaxlab.data.gguf_tokenizers import gguf_tokenizer
 from jaxlab.data.pretrained_tokenizers import PretrainedTokenizer
 from jaxlab.models.generation import GenerationSettings, generate
+from jaxlab.models.int8_weights import quantize_weights
 from jaxlab.models.pretrained.loading import Pretrained, load_pretrained
 from jaxlab.models.pretrained.tensors import GgufVocabulary
 from tests.goldens import FOLDER
@@ -24,6 +27,7 @@ from tests.goldens import FOLDER
 pytestmark = pytest.mark.pretrained
 
 NEW_TOKENS = 40
+LICENSE = Path(__file__).parents[3] / "LICENSE"
 TOLERANCE = 1e-3
 
 
@@ -114,6 +118,19 @@ def test_greedy_answers(smollm2: Pretrained):
         assert tokenizer.decode(answer) == chat["greedy_text"]
         loss = -found.log_probs[index, 0, :length].sum(dtype=np.float64)
         assert loss == pytest.approx(chat["greedy_nll"], abs=TOLERANCE)
+
+
+def test_weights_in_8_bits(smollm2: Pretrained):
+    text = LICENSE.read_text(encoding="utf-8")[:1500]
+    ids = tokenizer_of(smollm2).encode(text).tolist()
+    rounded = dataclasses.replace(smollm2, params=quantize_weights(smollm2.params))
+    size = [sum(x.nbytes for x in jax.tree.leaves(m.params)) for m in (rounded, smollm2)]
+    assert size[0] < 0.26 * size[1]
+    losses = []
+    for model in (smollm2, rounded):
+        row = log_probabilities(model, [ids])[0]
+        losses.append(-row[np.arange(len(ids) - 1), ids[1:]].mean())
+    assert losses[1] == pytest.approx(losses[0], rel=0.05)
 
 
 def test_tokens_of_texts(smollm2: Pretrained):
