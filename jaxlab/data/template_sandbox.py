@@ -22,7 +22,7 @@ from jinja2.exceptions import SecurityError, TemplateError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.filters import make_attrgetter
 from jinja2.parser import Parser
-from jinja2.runtime import Context
+from jinja2.runtime import Context, LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
@@ -185,8 +185,12 @@ class Sandbox(ImmutableSandboxedEnvironment):
                 spending.charge(_joined_cost(owner, args[0]))
         elif isinstance(owner, list | tuple) and args:
             spending.charge(_cost([owner, *args]))
-        elif isinstance(owner, dict) or __obj in (Namespace, _dict):
+        elif isinstance(owner, dict | LoopContext) or __obj in (Namespace, _dict):
             spending.charge(_cost([*args, *own.values()]))
+        elif isinstance(__obj, LoopContext):
+            # What a recursive loop goes on with does not stand in its head.
+            args = tuple(__self.iterated(given, 1) for given in (*args, *own.values()))
+            kwargs = {key: value for key, value in kwargs.items() if key not in own}
         if __obj is Namespace:
             _check_names([*own, *(name for given in args for name in dict(given))])
         result = super().call(__context, __obj, *args, **kwargs)
@@ -229,7 +233,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return _charged_items(value, weight) if hasattr(value, "__iter__") else value
 
     def entered(self, weight: int) -> None:
-        """The body of a macro, with its weight."""
+        """The body of a macro or of a recursive loop, with its weight."""
         rendering.get().charge(weight)
 
     def cut(self, value: Any) -> Any:
@@ -272,13 +276,14 @@ class _Charging(NodeTransformer):
         weight = nodes.Const(_weight(node))
         self.generic_visit(node)
         node.iter = _environment_call("iterated", [node.iter, weight], node.lineno)
+        if node.recursive:
+            _pay_inside(node, weight)
         return node
 
     def visit_Macro(self, node: nodes.Macro | nodes.CallBlock) -> nodes.Node:
         weight = nodes.Const(_weight(node))
         self.generic_visit(node)
-        entered = nodes.ExprStmt(_environment_call("entered", [weight], node.lineno))
-        node.body.insert(0, entered.set_lineno(node.lineno))
+        _pay_inside(node, weight)
         return node
 
     visit_CallBlock = visit_Macro
@@ -315,6 +320,11 @@ class _Charging(NodeTransformer):
     def visit_NSRef(self, node: nodes.NSRef) -> nodes.Node:
         _check_names([node.attr])
         return node
+
+
+def _pay_inside(node: nodes.Macro | nodes.CallBlock | nodes.For, weight: nodes.Const) -> None:
+    entered = nodes.ExprStmt(_environment_call("entered", [weight], node.lineno))
+    node.body.insert(0, entered.set_lineno(node.lineno))
 
 
 def _environment_call(name: str, arguments: Sequence[nodes.Node], line: int) -> nodes.Call:
