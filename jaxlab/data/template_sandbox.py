@@ -79,6 +79,7 @@ _METHODS: dict[type, frozenset[str]] = {
 }
 _JINJA_ARGUMENTS = ("_loop_vars", "_block_vars")
 _CONTAINERS = (list, tuple, set, frozenset, KeysView, ValuesView, ItemsView)
+_MADE_BEFORE = (nodes.Macro, nodes.CallBlock, nodes.AssignBlock, nodes.FilterBlock)
 _WIDE_FORMAT = re.compile(r"%[^a-zA-Z%]*(\*|\d{4})")
 
 
@@ -156,6 +157,19 @@ class Sandbox(ImmutableSandboxedEnvironment):
     def compiled(self, source: str) -> Any:
         """The template of a source, changed so that it pays for what it does."""
         return self.from_string(_Charging().visit(self.parse(source)))
+
+    def marks_answers(self, source: str) -> bool:
+        """Whether a template marks what the model says, and always where it comes out at once.
+
+        Text of a macro, of a variable or of a filter comes out later, so where it begins is not
+        known while it is made.
+        """
+        tree = self.parse(source)
+        later = [
+            *tree.find_all(_MADE_BEFORE),
+            *(x for x in tree.find_all(nodes.For) if x.recursive),
+        ]
+        return _has_mark(tree) and not any(map(_has_mark, later))
 
     def wrap_str_format(self, value: Any) -> None:
         """None: `str.format` is not to be had, since no one can tell how much text it makes."""
@@ -320,6 +334,10 @@ class _Charging(NodeTransformer):
     def visit_NSRef(self, node: nodes.NSRef) -> nodes.Node:
         _check_names([node.attr])
         return node
+
+
+def _has_mark(part: nodes.Node) -> bool:
+    return any(found.name == "begin_answer" for found in part.find_all(nodes.EnvironmentAttribute))
 
 
 def _pay_inside(node: nodes.Macro | nodes.CallBlock | nodes.For, weight: nodes.Const) -> None:
