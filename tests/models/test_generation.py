@@ -242,11 +242,12 @@ def test_all_texts_ended():
 def test_filters_and_penalties_over_prompt_and_text():
     law: dict[str, Any] = {
         "temperature": 2.0,
-        "top_k": 6,
+        "top_k": 7,
         "top_p": 0.9,
-        "min_p": 0.05,
+        "min_p": 0.4,
         "repetition_penalty": 1.7,
     }
+    matters = set()
     found = generate(
         *(MODEL, PARAMS, PROMPTS, KEY), settings=settings(**law, sampling_log_probs=True)
     )
@@ -259,6 +260,12 @@ def test_filters_and_penalties_over_prompt_and_text():
         chosen = expected[np.arange(5), text[len(prompt) :]]
         np.testing.assert_allclose(found.sampling_log_probs[row, 0], chosen, atol=1e-4, rtol=0)
         assert np.isfinite(chosen).all()
+        for name in law:
+            others = {key: value for key, value in law.items() if key != name}
+            without = np.asarray(sampling_log_probs(logits, seen=jnp.asarray(seen), **others))
+            if not np.allclose(without[np.arange(5), text[len(prompt) :]], chosen, atol=1e-2):
+                matters.add(name)
+    assert matters == set(law)
 
 
 def test_samples_follow_the_law_of_the_first_ids():

@@ -169,10 +169,11 @@ def test_a_rollback_undoes_steps_for_each_sequence():
         length = jnp.array([5, 7], jnp.int32)
         states = rollback(attention, states, length)
         assert states[1].length.tolist() == [5, 7]
-        at = np.asarray(length)[:, None]
-        out = stepper(attention)(weights(), np.take_along_axis(TOKENS, at, axis=1), states, at)
-        expected = np.stack([full()[0, 5], full()[1, 7]])
-        np.testing.assert_allclose(out.logits[:, 0], expected, atol=1e-4)
+        for chunk in (1, 2):
+            at = np.asarray(length)[:, None] + np.arange(chunk, dtype=np.int32)
+            out = stepper(attention)(weights(), np.take_along_axis(TOKENS, at, axis=1), states, at)
+            expected = np.take_along_axis(full(), at[:, :, None], axis=1)
+            np.testing.assert_allclose(out.logits, expected, atol=1e-4)
 
 
 def test_more_than_fits_is_not_a_number():
