@@ -10,6 +10,7 @@ from typing import Any
 
 import flax.linen as nn
 import jax
+import jax.monitoring
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -180,12 +181,23 @@ def test_nothing_is_compiled_again():
     generate(MODEL, PARAMS, PROMPTS, KEY, **options)
     assert TRACES
     TRACES.clear()
-    longer = [[1] * 16, [2], [3] * 9]
-    generate(MODEL, make_params(MODEL, 1), longer, jax.random.key(3), **options)
-    for steps in (1, 2):
-        parts = stream(MODEL, PARAMS, longer, KEY, **options, tokens_per_dispatch=steps)
-        assert len(list(parts)) > 2
+    longer, others, key = [[1] * 16, [2], [3] * 9], make_params(MODEL, 1), jax.random.key(3)
+    compiled: list[str] = []
+
+    def note(event: str, duration_secs: float, **_: str | int) -> None:
+        if "backend_compile" in event:
+            compiled.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(note)
+    try:
+        generate(MODEL, others, longer, key, **options)
+        for steps in (1, 2):
+            parts = stream(MODEL, PARAMS, longer, KEY, **options, tokens_per_dispatch=steps)
+            assert len(list(parts)) > 2
+    finally:
+        jax.monitoring.unregister_event_duration_listener(note)
     assert not TRACES
+    assert not compiled
 
 
 def test_states_are_given_back():
