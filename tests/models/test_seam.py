@@ -18,6 +18,7 @@ from jaxlab.models.seam import (
     init_states,
     rollback,
 )
+from jaxlab.ops.rotary import apply_rotary, rotary_frequencies
 
 LENGTH = 10
 TOKENS: Any = np.random.default_rng(0).integers(0, 19, (2, LENGTH)).astype(np.int32)
@@ -204,6 +205,36 @@ def test_what_is_asked_for_is_given():
     assert rows.shape == (2, 4, LENGTH, LENGTH)
     np.testing.assert_allclose(rows.sum(axis=-1), 1, atol=1e-5)
     assert (np.asarray(rows)[:, :, np.arange(10)[:, None] - np.arange(10) >= 4] == 0).all()
+
+
+def test_the_inputs_of_an_attention_are_what_they_are_called():
+    seer = CachedAttention(
+        lambda layer, shape: None,
+        lambda layer, inputs, state, carry: (jnp.zeros_like(inputs.query), state, carry, inputs),
+        windows=True,
+    )
+    out = decode_step(
+        *(MODEL, weights(), jnp.asarray(TOKENS[:, :3]), (None, None)),
+        attention=seer,
+        positions=jnp.asarray(places(3, 6)),
+        hidden_layers=(0,),
+    )
+    found, layer = out.stats[0], weights()["layer_0"]
+
+    def norm(x, scale):
+        return x / np.sqrt(np.mean(np.square(x), axis=-1, keepdims=True) + 1e-5) * scale
+
+    hidden = norm(np.asarray(out.hidden[0]), layer["attention_norm"]["scale"][None, None])
+    np.testing.assert_allclose(found.hidden, hidden, atol=1e-5)
+    for name in ("query", "key", "value"):
+        plain = np.einsum("bsw,whd->bshd", hidden, layer[name])
+        plain = plain + layer[f"{name}_bias"].reshape(-1, 4)
+        if name != "value":
+            plain = norm(plain, layer[f"{name}_norm"]["scale"][None, None, None])
+            unrotated = getattr(found, f"unrotated_{name}")
+            np.testing.assert_allclose(unrotated, plain, atol=1e-4)
+            plain = apply_rotary(unrotated, found.positions, rotary_frequencies(4))
+        np.testing.assert_allclose(getattr(found, name), plain, atol=1e-4)
 
 
 def test_a_carry_goes_down_the_layers_and_stats_come_back():
