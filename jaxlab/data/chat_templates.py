@@ -27,7 +27,6 @@ __all__ = [
 ]
 
 _LONGEST_SOURCE = 1 << 20
-_GENERATION = re.compile(r"\{%-?\+?\s*generation\s*[-+]?%\}")
 
 
 class JinjaChatTemplate:
@@ -35,7 +34,8 @@ class JinjaChatTemplate:
 
     Attributes:
       source: the template.
-      marks_answers: whether it has `{% generation %}` around what the model says.
+      marks_answers: whether it has `{% generation %}` around what the model says, and nowhere in a
+        macro, a variable or a filter, where its place in the text is not known.
     """
 
     def __init__(
@@ -60,12 +60,13 @@ class JinjaChatTemplate:
         """
         self.source, self._name, self._field = source, name, field
         self._special_tokens = dict(special_tokens or {})
-        self.marks_answers = _GENERATION.search(source) is not None
         if len(source) > _LONGEST_SOURCE:
             raise UserError(field, name, f"is longer than {_LONGEST_SOURCE} characters")
         token = rendering.set(Rendering())
         try:
-            self._template = Sandbox().compiled(source)
+            sandbox = Sandbox()
+            self._template = sandbox.compiled(source)
+            self.marks_answers = sandbox.marks_answers(source)
         except Exception as error:
             line = getattr(error, "lineno", None)
             place = "" if line is None else f" in line {line}"
@@ -152,7 +153,7 @@ class JinjaChatTemplate:
             raise self._error(error) from error
         finally:
             rendering.reset(token)
-        return "".join(pieces), state.answers
+        return "".join(pieces), state.answers if self.marks_answers else []
 
     def _error(self, error: Exception) -> UserError:
         problems = {OutOfBudget: "does too much", SecurityError: "tries what it may not"}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import codecs
 import functools
 import re
+import weakref
 from collections.abc import Iterable
 from typing import Any, NamedTuple, Protocol
 
@@ -80,18 +81,12 @@ def incremental_decoder(
     'é'
     """
     if isinstance(tokenizer, ByteTokenizer):
-        return _Bytes([bytes([byte]) for byte in range(256)])
+        return _Bytes([bytes([byte]) for byte in range(256)], frozenset())
     special = tokenizer.special_ids if skip_special_tokens else frozenset()
     chain = _chain(tokenizer.decoder)
     kinds = [step["type"] for step in chain]
     if kinds in (["ByteLevel"], ["ByteLevel", "Fuse"]):
-        spelled = (tokenizer.token(number) for number in range(tokenizer.vocab_size))
-        return _Bytes(
-            [
-                b"" if number in special else _byte_level(token or "")
-                for number, token in enumerate(spelled)
-            ]
-        )
+        return _Bytes(_spellings(tokenizer), special)
     if _is_fallback(chain):
         return _Fallback(tokenizer, chain, special)
     if kinds in ([], ["WordPiece"], ["Metaspace"]):
@@ -206,6 +201,17 @@ def _byte_level(token: str) -> bytes:
     return token.encode()
 
 
+_KNOWN: weakref.WeakKeyDictionary[PretrainedTokenizer, list[bytes]] = weakref.WeakKeyDictionary()
+
+
+def _spellings(tokenizer: PretrainedTokenizer) -> list[bytes]:
+    """The bytes of every token; kept with the tokenizer, since a vocabulary is large."""
+    if tokenizer not in _KNOWN:
+        spelled = (tokenizer.token(number) for number in range(tokenizer.vocab_size))
+        _KNOWN[tokenizer] = [_byte_level(token or "") for token in spelled]
+    return _KNOWN[tokenizer]
+
+
 def _check_token(token: int, size: int) -> None:
     if not 0 <= token < size:
         raise ValueError(f"token={token}: must be in [0, {size})")
@@ -214,14 +220,16 @@ def _check_token(token: int, size: int) -> None:
 class _Bytes:
     """Tokens are bytes of UTF-8."""
 
-    def __init__(self, spellings: list[bytes]) -> None:
-        self._spellings = spellings
+    def __init__(self, spellings: list[bytes], special: frozenset[int]) -> None:
+        self._spellings, self._special = spellings, special
 
     def start(self) -> DecodingState:
         return DecodingState()
 
     def step(self, state: DecodingState, token: int) -> tuple[str, DecodingState]:
         _check_token(token, len(self._spellings))
+        if token in self._special:
+            return "", state
         data = bytes(state.held) + self._spellings[token]
         text, used = codecs.utf_8_decode(data, "replace", False)
         return text, state._replace(held=tuple(data[used:]))

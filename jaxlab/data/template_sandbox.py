@@ -22,7 +22,7 @@ from jinja2.exceptions import SecurityError, TemplateError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.filters import make_attrgetter
 from jinja2.parser import Parser
-from jinja2.runtime import Context
+from jinja2.runtime import Context, LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
@@ -79,6 +79,7 @@ _METHODS: dict[type, frozenset[str]] = {
 }
 _JINJA_ARGUMENTS = ("_loop_vars", "_block_vars")
 _CONTAINERS = (list, tuple, set, frozenset, KeysView, ValuesView, ItemsView)
+_MADE_BEFORE = (nodes.Macro, nodes.CallBlock, nodes.AssignBlock, nodes.FilterBlock)
 _WIDE_FORMAT = re.compile(r"%[^a-zA-Z%]*(\*|\d{4})")
 
 
@@ -157,6 +158,19 @@ class Sandbox(ImmutableSandboxedEnvironment):
         """The template of a source, changed so that it pays for what it does."""
         return self.from_string(_Charging().visit(self.parse(source)))
 
+    def marks_answers(self, source: str) -> bool:
+        """Whether a template marks what the model says, and always where it comes out at once.
+
+        Text of a macro, of a variable or of a filter comes out later, so where it begins is not
+        known while it is made.
+        """
+        tree = self.parse(source)
+        later = [
+            *tree.find_all(_MADE_BEFORE),
+            *(x for x in tree.find_all(nodes.For) if x.recursive),
+        ]
+        return _has_mark(tree) and not any(map(_has_mark, later))
+
     def wrap_str_format(self, value: Any) -> None:
         """None: `str.format` is not to be had, since no one can tell how much text it makes."""
         return None
@@ -185,8 +199,12 @@ class Sandbox(ImmutableSandboxedEnvironment):
                 spending.charge(_joined_cost(owner, args[0]))
         elif isinstance(owner, list | tuple) and args:
             spending.charge(_cost([owner, *args]))
-        elif isinstance(owner, dict) or __obj in (Namespace, _dict):
+        elif isinstance(owner, dict | LoopContext) or __obj in (Namespace, _dict):
             spending.charge(_cost([*args, *own.values()]))
+        elif isinstance(__obj, LoopContext):
+            # What a recursive loop goes on with does not stand in its head.
+            args = tuple(__self.iterated(given, 1) for given in (*args, *own.values()))
+            kwargs = {key: value for key, value in kwargs.items() if key not in own}
         if __obj is Namespace:
             _check_names([*own, *(name for given in args for name in dict(given))])
         result = super().call(__context, __obj, *args, **kwargs)
@@ -229,7 +247,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return _charged_items(value, weight) if hasattr(value, "__iter__") else value
 
     def entered(self, weight: int) -> None:
-        """The body of a macro, with its weight."""
+        """The body of a macro or of a recursive loop, with its weight."""
         rendering.get().charge(weight)
 
     def cut(self, value: Any) -> Any:
@@ -272,13 +290,14 @@ class _Charging(NodeTransformer):
         weight = nodes.Const(_weight(node))
         self.generic_visit(node)
         node.iter = _environment_call("iterated", [node.iter, weight], node.lineno)
+        if node.recursive:
+            _pay_inside(node, weight)
         return node
 
     def visit_Macro(self, node: nodes.Macro | nodes.CallBlock) -> nodes.Node:
         weight = nodes.Const(_weight(node))
         self.generic_visit(node)
-        entered = nodes.ExprStmt(_environment_call("entered", [weight], node.lineno))
-        node.body.insert(0, entered.set_lineno(node.lineno))
+        _pay_inside(node, weight)
         return node
 
     visit_CallBlock = visit_Macro
@@ -315,6 +334,15 @@ class _Charging(NodeTransformer):
     def visit_NSRef(self, node: nodes.NSRef) -> nodes.Node:
         _check_names([node.attr])
         return node
+
+
+def _has_mark(part: nodes.Node) -> bool:
+    return any(found.name == "begin_answer" for found in part.find_all(nodes.EnvironmentAttribute))
+
+
+def _pay_inside(node: nodes.Macro | nodes.CallBlock | nodes.For, weight: nodes.Const) -> None:
+    entered = nodes.ExprStmt(_environment_call("entered", [weight], node.lineno))
+    node.body.insert(0, entered.set_lineno(node.lineno))
 
 
 def _environment_call(name: str, arguments: Sequence[nodes.Node], line: int) -> nodes.Call:

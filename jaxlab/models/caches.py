@@ -66,7 +66,7 @@ def dense_cache() -> CachedAttention:
     """Every token stays; each sequence has its own length.
 
     Obeys windows and tree masks, and can be rolled back. A chunk that would end behind the
-    capacity gives NaN.
+    capacity gives NaN, also one without a valid token: a full sequence is not to be stepped.
     """
 
     def attend(layer: int, inputs: AttentionInputs, state: CacheState, carry: Any) -> Any:

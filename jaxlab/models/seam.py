@@ -323,6 +323,8 @@ def by_layer(attentions: Sequence[CachedAttention]) -> CachedAttention:
     chosen = tuple(attentions)
 
     def init(layer: int, shape: CacheShape) -> Any:
+        if layer >= len(chosen):
+            raise ValueError(f"{len(chosen)} attentions: there is none for layer {layer}")
         _check_window(chosen[layer], layer, shape.window)
         return chosen[layer].init(layer, shape)
 

@@ -129,7 +129,8 @@ def rotary_frequencies(
       default float type.
 
     Raises:
-      ValueError: `head_dim` is odd or not positive, or `theta` is not positive.
+      ValueError: `head_dim` is odd or not positive, or `theta` is not positive, or with YaRN not
+        above 1.
 
     >>> [round(turn, 4) for turn in rotary_frequencies(4, theta=100.0).tolist()]
     [1.0, 0.1]
@@ -147,6 +148,8 @@ def rotary_frequencies(
         low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
         kept = np.clip((turns - low) / (high - low), 0, 1)
     elif isinstance(scaling, YarnScaling):
+        if theta <= 1:
+            raise ValueError(f"theta={theta}: must be above 1 with YaRN, whose waves grow longer")
         kept = _yarn_kept(scaling, head_dim, theta)
     else:
         return jnp.asarray(plain)

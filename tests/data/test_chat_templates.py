@@ -38,6 +38,7 @@ MARKED = (
     "{%- generation %}{{- message.content }}</s>{%- endgeneration %}"
     "{%- else %}{{- message.content }}</s>{%- endif %}{%- endfor %}"
 )
+SAID = "{% generation %}{{ message.content }}</s>{% endgeneration %}"
 TOKENIZER = PretrainedTokenizer(
     byte_level(),
     TokenizerSettings(
@@ -197,6 +198,25 @@ def test_answers_and_the_tokens_that_end_them_count(name):
 def test_spans_are_places_in_the_text():
     text, spans = JinjaChatTemplate(MARKED).render_with_answers(TALK)
     assert [text[begin:end] for begin, end in spans] == ["Hé</s>", "y</s>"]
+
+
+@pytest.mark.parametrize(
+    "mark",
+    [
+        "{% macro said() %}" + SAID + "{% endmacro %}{{ said() }}",
+        "{% set said %}" + SAID + "{% endset %}{{ said }}",
+        "{% filter trim %}" + SAID + "{% endfilter %}",
+        "{# {% generation %} #}{{ message.content }}</s>",
+    ],
+)
+def test_marks_whose_place_is_not_known_do_not_count(mark):
+    source = "{% for message in messages %}<s>{{ message.role ~ '\n' }}" + mark + "{% endfor %}"
+    source += "{% if add_generation_prompt %}<s>{{ 'assistant\n' }}{% endif %}"
+    template = JinjaChatTemplate(source)
+    assert not template.marks_answers
+    assert template.render_with_answers(TALK)[1] == []
+    tokens, loss_mask = encode_answers(TALK, TOKENIZER, template)
+    assert tokens[loss_mask].tolist() == [*"Hé".encode(), 257, *b"y", 257]
 
 
 def test_templates_that_change_earlier_turns_must_mark_answers():

@@ -86,6 +86,16 @@ def test_text_comes_as_soon_as_it_is_settled():
     assert pieces(incremental_decoder(TOKENIZERS["suffixes"]), [1, 0, 1]) == ["", "", "", "ba b"]
 
 
+def test_a_vocabulary_is_spelled_once_for_many_texts(monkeypatch):
+    tokenizer = PretrainedTokenizer(byte_level(_PARTS))
+    incremental_decoder(tokenizer)
+    monkeypatch.delattr(PretrainedTokenizer, "token")
+    ids = tokenizer.encode("ab</s>", parse_special=True).tolist()
+    for skip, text in ((False, "ab</s>"), (True, "ab")):
+        decoder = incremental_decoder(tokenizer, skip_special_tokens=skip)
+        assert "".join(pieces(decoder, ids)) == text
+
+
 def test_a_state_can_be_used_twice():
     decoder = incremental_decoder(ByteTokenizer())
     _, state = decoder.step(decoder.start(), 0xC3)

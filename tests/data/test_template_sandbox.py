@@ -1,3 +1,5 @@
+import tracemalloc
+
 import pytest
 
 pytest.importorskip("jinja2")
@@ -39,12 +41,29 @@ def run(source, budget=BUDGET, **variables):
         + "x"
         + "{% endcall %}" * 50,
         "{% set x %}aaaaaaaa{% endset %}" + "{% set x %}{{ x }}{{ x }}{% endset %}" * 50,
+        "{% for x in range(999) recursive %}"
+        "{% if not loop.depth0 %}{{ loop(range(999)) }}{% endif %}{% endfor %}",
+        "{% for x in range(9) if not x recursive %}"
+        "{% if not loop.depth0 %}{{ loop(iterable=range(99999)) }}{% endif %}{% endfor %}",
+        "{% set x = 'a' * 99999 %}{% for i in range(500) %}{{ loop.changed(x) }}{% endfor %}",
         "{% set c = cycler(1, 2) %}{% for i in range(99999) %}{{ c.next() }}{% endfor %}",
     ],
 )
 def test_what_goes_on_for_ever_is_ended(source):
     with pytest.raises(OutOfBudget, match="steps"):
         run(source)
+
+
+def test_the_text_of_a_recursive_loop_is_paid_before_it_is_there():
+    source = "{% for x in [1] recursive %}{% if loop.depth0 %}" + "x" * 9999
+    source += "{% else %}{{ loop(range(9999)) }}{% endif %}{% endfor %}"
+    tracemalloc.start()
+    try:
+        with pytest.raises(OutOfBudget):
+            run(source)
+        assert tracemalloc.get_traced_memory()[1] < 10_000_000  # not 100 MB
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize(

@@ -202,9 +202,9 @@ def test_the_chat_template(call, alphabet):
     code, out, _ = call("prompt=hi", "chat=true", "quiet=true")
     assert (code, out) == (0, "ABCDEFGH\n")
     files = open_model_files(alphabet)
-    settings = TextSettings(chat=True, system="S</s>", max_new_tokens=1)
+    settings = TextSettings(chat=True, system="S", max_new_tokens=1)
     tokens = prepare(files, "hi", settings).tokens
-    assert files.tokenizer.decode(tokens) == "<s>system:S</s><s>user:hi<s>"
+    assert files.tokenizer.decode(tokens) == "<s>system:S<s>user:hi<s>"
     assert tokens.count(BEGIN) == 3
     plain = prepare(files, "<s>", TextSettings(max_new_tokens=1)).tokens
     assert BEGIN not in plain
@@ -404,3 +404,20 @@ def test_greedy_answers_of_smollm2():
         assert list(found.tokens) == entry["greedy_ids"]
         assert model.tokenizer.decode(found.tokens) == entry["greedy_text"]
         assert -sum(found.log_probs) == pytest.approx(entry["greedy_nll"], abs=1e-3)
+
+
+@pytest.mark.parametrize("stop", ["E", "[E]", '["DE"]'])
+def test_a_stop_string_is_left_out(call, stop):
+    assert call("prompt=A", f"stop={stop}")[:2] == (0, "BCD\n" if stop != '["DE"]' else "BC\n")
+
+
+@pytest.mark.parametrize("words", [[r"stop=\n"], [r'stop=["\n"]'], [r"stop=[x,'\n']"]])
+def test_the_end_of_a_line_can_be_spelled(words):
+    config: Any = compose_command(prepare_overrides(["method=generate", "prompt=A", *words]))
+    assert config.stop[-1] == "\n"
+
+
+def test_a_user_cannot_end_the_turn(call):
+    code, out, err = call("prompt=A</s>B", "chat=true")
+    assert (code, out) == (2, "")
+    assert "prompt=(in a chat): turn 0 spells the special token '</s>'" in err

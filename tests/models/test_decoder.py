@@ -185,6 +185,13 @@ def test_a_mask_separates_packed_documents(params):
     assert np.abs(joined[:, 3:] - joined[:, :3]).max() > 0.01
 
 
+def test_a_window_narrows_a_mask(params):
+    near = forward(sliding_window=2)(params, TOKENS, POSITIONS, CAUSAL)
+    band = CAUSAL & (np.arange(6)[None, :] > np.arange(6)[:, None] - 2)
+    np.testing.assert_allclose(near, logits_of(params, mask=band), atol=1e-4)
+    assert np.abs(near - logits_of(params)).max() > 0.01
+
+
 def test_scanned_layers_equal_unrolled_ones(params):
     scanned = forward(scan_layers=True)(stack_layers(params), TOKENS, POSITIONS, CAUSAL)
     np.testing.assert_allclose(scanned, logits_of(params), atol=1e-4)

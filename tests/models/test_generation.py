@@ -10,6 +10,7 @@ from typing import Any
 
 import flax.linen as nn
 import jax
+import jax.monitoring
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -180,12 +181,23 @@ def test_nothing_is_compiled_again():
     generate(MODEL, PARAMS, PROMPTS, KEY, **options)
     assert TRACES
     TRACES.clear()
-    longer = [[1] * 16, [2], [3] * 9]
-    generate(MODEL, make_params(MODEL, 1), longer, jax.random.key(3), **options)
-    for steps in (1, 2):
-        parts = stream(MODEL, PARAMS, longer, KEY, **options, tokens_per_dispatch=steps)
-        assert len(list(parts)) > 2
+    longer, others, key = [[1] * 16, [2], [3] * 9], make_params(MODEL, 1), jax.random.key(3)
+    compiled: list[str] = []
+
+    def note(event: str, duration_secs: float, **_: str | int) -> None:
+        if "backend_compile" in event:
+            compiled.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(note)
+    try:
+        generate(MODEL, others, longer, key, **options)
+        for steps in (1, 2):
+            parts = stream(MODEL, PARAMS, longer, KEY, **options, tokens_per_dispatch=steps)
+            assert len(list(parts)) > 2
+    finally:
+        jax.monitoring.unregister_event_duration_listener(note)
     assert not TRACES
+    assert not compiled
 
 
 def test_states_are_given_back():
@@ -242,11 +254,12 @@ def test_all_texts_ended():
 def test_filters_and_penalties_over_prompt_and_text():
     law: dict[str, Any] = {
         "temperature": 2.0,
-        "top_k": 6,
+        "top_k": 7,
         "top_p": 0.9,
-        "min_p": 0.05,
+        "min_p": 0.4,
         "repetition_penalty": 1.7,
     }
+    matters = set()
     found = generate(
         *(MODEL, PARAMS, PROMPTS, KEY), settings=settings(**law, sampling_log_probs=True)
     )
@@ -259,6 +272,12 @@ def test_filters_and_penalties_over_prompt_and_text():
         chosen = expected[np.arange(5), text[len(prompt) :]]
         np.testing.assert_allclose(found.sampling_log_probs[row, 0], chosen, atol=1e-4, rtol=0)
         assert np.isfinite(chosen).all()
+        for name in law:
+            others = {key: value for key, value in law.items() if key != name}
+            without = np.asarray(sampling_log_probs(logits, seen=jnp.asarray(seen), **others))
+            if not np.allclose(without[np.arange(5), text[len(prompt) :]], chosen, atol=1e-2):
+                matters.add(name)
+    assert matters == set(law)
 
 
 def test_samples_follow_the_law_of_the_first_ids():

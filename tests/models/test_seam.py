@@ -18,6 +18,7 @@ from jaxlab.models.seam import (
     init_states,
     rollback,
 )
+from jaxlab.ops.rotary import apply_rotary, rotary_frequencies
 
 LENGTH = 10
 TOKENS: Any = np.random.default_rng(0).integers(0, 19, (2, LENGTH)).astype(np.int32)
@@ -169,10 +170,11 @@ def test_a_rollback_undoes_steps_for_each_sequence():
         length = jnp.array([5, 7], jnp.int32)
         states = rollback(attention, states, length)
         assert states[1].length.tolist() == [5, 7]
-        at = np.asarray(length)[:, None]
-        out = stepper(attention)(weights(), np.take_along_axis(TOKENS, at, axis=1), states, at)
-        expected = np.stack([full()[0, 5], full()[1, 7]])
-        np.testing.assert_allclose(out.logits[:, 0], expected, atol=1e-4)
+        for chunk in (1, 2):
+            at = np.asarray(length)[:, None] + np.arange(chunk, dtype=np.int32)
+            out = stepper(attention)(weights(), np.take_along_axis(TOKENS, at, axis=1), states, at)
+            expected = np.take_along_axis(full(), at[:, :, None], axis=1)
+            np.testing.assert_allclose(out.logits, expected, atol=1e-4)
 
 
 def test_more_than_fits_is_not_a_number():
@@ -203,6 +205,36 @@ def test_what_is_asked_for_is_given():
     assert rows.shape == (2, 4, LENGTH, LENGTH)
     np.testing.assert_allclose(rows.sum(axis=-1), 1, atol=1e-5)
     assert (np.asarray(rows)[:, :, np.arange(10)[:, None] - np.arange(10) >= 4] == 0).all()
+
+
+def test_the_inputs_of_an_attention_are_what_they_are_called():
+    seer = CachedAttention(
+        lambda layer, shape: None,
+        lambda layer, inputs, state, carry: (jnp.zeros_like(inputs.query), state, carry, inputs),
+        windows=True,
+    )
+    out = decode_step(
+        *(MODEL, weights(), jnp.asarray(TOKENS[:, :3]), (None, None)),
+        attention=seer,
+        positions=jnp.asarray(places(3, 6)),
+        hidden_layers=(0,),
+    )
+    found, layer = out.stats[0], weights()["layer_0"]
+
+    def norm(x, scale):
+        return x / np.sqrt(np.mean(np.square(x), axis=-1, keepdims=True) + 1e-5) * scale
+
+    hidden = norm(np.asarray(out.hidden[0]), layer["attention_norm"]["scale"][None, None])
+    np.testing.assert_allclose(found.hidden, hidden, atol=1e-5)
+    for name in ("query", "key", "value"):
+        plain = np.einsum("bsw,whd->bshd", hidden, layer[name])
+        plain = plain + layer[f"{name}_bias"].reshape(-1, 4)
+        if name != "value":
+            plain = norm(plain, layer[f"{name}_norm"]["scale"][None, None, None])
+            unrotated = getattr(found, f"unrotated_{name}")
+            np.testing.assert_allclose(unrotated, plain, atol=1e-4)
+            plain = apply_rotary(unrotated, found.positions, rotary_frequencies(4))
+        np.testing.assert_allclose(getattr(found, name), plain, atol=1e-4)
 
 
 def test_a_carry_goes_down_the_layers_and_stats_come_back():

@@ -86,6 +86,8 @@ def test_odd_or_empty_heads_are_refused(head_dim):
 def test_other_misuse_is_refused():
     with pytest.raises(ValueError, match="theta=0"):
         rotary_frequencies(4, theta=0.0)
+    with pytest.raises(ValueError, match=r"theta=1.0: must be above 1 with YaRN"):
+        rotary_frequencies(4, 1.0, YarnScaling(2.0, 64))
     with pytest.raises(ValueError, match="2 frequencies for head_dim=8"):
         apply_rotary(X, POSITIONS, rotary_frequencies(4))
     with pytest.raises(ValueError, match=r"positions has shape \(1, 3\)"):

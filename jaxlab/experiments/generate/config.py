@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, model_validator
+from pydantic import AfterValidator, BeforeValidator, model_validator
 
 from jaxlab.experiments.base import CommandConfig, configuration, option
 
@@ -17,6 +18,18 @@ _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "nu
 def _as_list(value: Any) -> Any:
     """A single text stands for a list of one."""
     return (value,) if isinstance(value, str) else value
+
+
+_ESCAPES = {"\\n": "\n", "\\t": "\t", "\\\\": "\\"}
+
+
+def _unescaped(texts: tuple[str, ...]) -> tuple[str, ...]:
+    r"""A command line cannot well spell the end of a line: `\n`, `\t` and `\\` stand for it.
+
+    >>> _unescaped((r"a\n", r"\\n", r"\d"))
+    ('a\n', '\\n', '\\d')
+    """
+    return tuple(re.sub(r"\\[nt\\]", lambda found: _ESCAPES[found.group()], text) for text in texts)
 
 
 _one_or_many = BeforeValidator(_as_list)
@@ -134,8 +147,12 @@ class GenerateConfig(CommandConfig):
     ] = 0.0
     stop: Annotated[
         tuple[str, ...],
-        option("Text, or list of texts [a,b], at which to end; it is left out."),
+        option(
+            "Text, or list of texts [a,b], at which to end; it is left out. \\n is the end of a "
+            "line."
+        ),
         _one_or_many,
+        AfterValidator(_unescaped),
     ] = ()
     stop_tokens: Annotated[
         tuple[str, ...],

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxlab.data.chat_templates import tokenizer_chat_template
+from jaxlab.data.chat_templates import encode_prompt, tokenizer_chat_template
 from jaxlab.data.gguf_tokenizers import gguf_tokenizer
 from jaxlab.data.incremental_decoding import StopStrings, incremental_decoder
 from jaxlab.data.pretrained_tokenizers import (
@@ -116,10 +116,11 @@ def open_model_files(model: str | os.PathLike[str]) -> ModelFiles:
 
 
 def _context(config: Mapping[str, Any]) -> int | None:
+    default = 1024 if config.get("model_type") == "gpt2" else None  # as its decoder has it
     for name in ("max_position_embeddings", "n_positions"):
         if isinstance(config.get(name), int):
             return config[name]
-    return None
+    return default
 
 
 def prepare(files: ModelFiles, prompt: str, settings: TextSettings) -> Request:
@@ -129,17 +130,13 @@ def prepare(files: ModelFiles, prompt: str, settings: TextSettings) -> Request:
       UserError: the prompt is empty or too long, the model has no chat template or refuses the
         messages, or a stop token is not in the vocabulary.
     """
-    tokenizer, text = files.tokenizer, prompt
+    tokenizer = files.tokenizer
     stops = stop_ids(tokenizer, settings.stop_tokens)
-    if settings.chat:
-        template = tokenizer_chat_template(tokenizer, field="chat")
-        roles = {"system": settings.system, "user": prompt}
-        turns = [{"role": r, "content": said} for r, said in roles.items() if said is not None]
-        text = template.render(turns, add_generation_prompt=True)
     try:
-        ids = tokenizer.encode(
-            text, add_special_tokens=not settings.chat, parse_special=settings.chat
-        )
+        if settings.chat:
+            ids = _turns(tokenizer, prompt, settings.system)
+        else:
+            ids = tokenizer.encode(prompt, add_special_tokens=True)
     except ValueError:
         raise UserError("prompt", ascii(prompt)[1:-1], "must be UTF-8") from None
     if not len(ids):
@@ -147,6 +144,19 @@ def prepare(files: ModelFiles, prompt: str, settings: TextSettings) -> Request:
     if files.context is not None:
         _check_context(len(ids), settings.max_new_tokens, files.context)
     return Request(tuple(ids.tolist()), stops)
+
+
+def _turns(tokenizer: PretrainedTokenizer, prompt: str, system: str | None) -> np.ndarray:
+    """What the system and the user say, as tokens in the model's chat template."""
+    template = tokenizer_chat_template(tokenizer, field="chat")
+    roles = {"system": system, "user": prompt}
+    turns = [{"role": role, "content": said} for role, said in roles.items() if said is not None]
+    try:
+        return encode_prompt(turns, tokenizer, template)
+    except UserError as error:
+        if error.field != "messages":
+            raise
+        raise UserError("prompt", "(in a chat)", f"{error.value} {error.allowed}") from None
 
 
 def _check_context(length: int, max_new_tokens: int, context: int) -> None:
@@ -196,8 +206,10 @@ class LanguageModel:
           TypeError, ValueError: there is no such setting, or it is out of its range.
         """
         chosen = TextSettings(**settings)
-        *_, last = self.stream(prepare(self.files, prompt, chosen), chosen)
-        return last
+        found: list[Completion] = []
+        for completions in self.stream(prepare(self.files, prompt, chosen), chosen):
+            found = completions  # each holds all that came before
+        return found
 
     def stream(self, request: Request, settings: TextSettings) -> Iterator[list[Completion]]:
         """What there is of each text, again and again; a beam search gives its end only.

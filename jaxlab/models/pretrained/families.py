@@ -478,6 +478,8 @@ def _rotary(config: Mapping[str, Any]) -> tuple[float, RotaryScaling | None]:
     kind = found.get("rope_type", found.get("type", "default"))
     if kind not in _ROPE_TYPES:
         raise _unsupported(f"{field}.rope_type", kind, _ROPE_TYPES)
+    if kind == "yarn" and theta <= 1:
+        raise UserError("config.rope_theta", theta, "must be above 1 with yarn")
     try:
         return theta, _scaling(config, found, kind)
     except ValueError as error:
