@@ -21,8 +21,8 @@ from jaxlab.evaluation.ranking import (
     reliability,
 )
 from jaxlab.experiments.gnll.config import PretrainedConfig
-from jaxlab.experiments.gnll.estimators import ESTIMATORS, Texts, estimate
-from jaxlab.experiments.gnll.pretrained import NAME, asked_questions
+from jaxlab.experiments.gnll.estimators import ESTIMATORS, Texts, estimate, generations
+from jaxlab.experiments.gnll.pretrained import NAME
 from jaxlab.reporting.claims import Claim, claim_from_bootstrap
 from jaxlab.reporting.figures import Figure, Panel, Series
 from jaxlab.reporting.report import Result
@@ -69,8 +69,8 @@ def conclude(config: PretrainedConfig, arrays: Mapping[str, Mapping[str, np.ndar
       config: all settings.
       arrays: of the program `questions`, `[1, replicate, question, ...]`.
     """
-    questions = [shown.question for shown in asked_questions(config.data)]
     own = {name: value[0] for name, value in arrays[NAME].items()}
+    questions = [_question(str(text)) for text in own["question"][0]]
     found = _measured(own, questions)
     accuracy = float(found.right.mean())
     metrics = {"accuracy": accuracy, "questions": float(len(questions))}
@@ -78,7 +78,10 @@ def conclude(config: PretrainedConfig, arrays: Mapping[str, Mapping[str, np.ndar
         if topic:
             members = np.array([name == topic for name in found.topics])
             metrics[f"accuracy.{topic}"] = float(found.right[members].mean())
-    files = {"questions.jsonl": _lines(questions, own, found)}
+    files = {
+        "questions.jsonl": _lines(questions, own, found),
+        "questions.csv": _question_table(questions, own, found),
+    }
     notes = _notes(config, own, found)
     if found.right.all() or not found.right.any():
         which = "right" if found.right.all() else "wrong"
@@ -103,6 +106,11 @@ def conclude(config: PretrainedConfig, arrays: Mapping[str, Mapping[str, np.ndar
         files=files,
         notes=[*notes, *_thresholds(found)],
     )
+
+
+def _question(text: str) -> Question:
+    fields = json.loads(text)
+    return Question(**{**fields, "answers": tuple(fields["answers"])})
 
 
 def _result(config: PretrainedConfig, metrics: dict[str, float], **parts: Any) -> Result:
@@ -148,18 +156,13 @@ def _bootstraps(config: PretrainedConfig, found: _Found) -> BootstrapAuroc:
     return BootstrapAuroc(value, low, high, value - value[0], gap_low, gap_high, samples, redrawn)
 
 
-def _generations(config: PretrainedConfig, name: str) -> int:
-    if name == "beam_nll":
-        return config.num_beams
-    if name == "sampled_nll" or not ESTIMATORS[name].samples:
-        return 1
-    return config.num_samples
-
-
 def _findings(config: PretrainedConfig, found: _Found, boots: BootstrapAuroc) -> tuple[Claim, ...]:
     claims = []
     for index, name in enumerate(found.measures):
-        label, number = ESTIMATORS[name].label, _generations(config, name)
+        label, number = (
+            ESTIMATORS[name].label,
+            generations(name, config.num_samples, config.num_beams),
+        )
         statement = f"AUROC of {label} ({number} generation{'s' if number > 1 else ''} a question)"
         if index:
             gap = -boots.difference[index]
@@ -233,6 +236,20 @@ def _lines(questions: Sequence[Question], own: Mapping[str, np.ndarray], found: 
     return "\n".join(lines) + "\n"
 
 
+def _question_table(
+    questions: Sequence[Question], own: Mapping[str, np.ndarray], found: _Found
+) -> str:
+    """The same without the samples as CSV, for spreadsheets."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(["id", "topic", "question", "answer", "right", *found.measures])
+    for index, question in enumerate(questions):
+        measures = [f"{values[0, index]:.6f}" for values in found.measures.values()]
+        answer, right = str(own["texts"][0, index, 0]), int(found.right[index])
+        writer.writerow([question.id, question.topic, question.question, answer, right, *measures])
+    return text.getvalue()
+
+
 def _table(config: PretrainedConfig, found: _Found, boots: BootstrapAuroc) -> str:
     """The measures as CSV."""
     text = io.StringIO()
@@ -250,12 +267,15 @@ def _table(config: PretrainedConfig, found: _Found, boots: BootstrapAuroc) -> st
             boots.difference_high,
         )
         values = [f"{column[index]:.6f}" for column in numbers]
-        writer.writerow([name, _generations(config, name), *values])
+        writer.writerow([name, generations(name, config.num_samples, config.num_beams), *values])
     return text.getvalue()
 
 
 def _auroc_figure(config: PretrainedConfig, found: _Found, boots: BootstrapAuroc) -> Figure:
-    labels = [f"{ESTIMATORS[name].label} ({_generations(config, name)})" for name in found.measures]
+    labels = [
+        f"{ESTIMATORS[name].label} ({generations(name, config.num_samples, config.num_beams)})"
+        for name in found.measures
+    ]
     points = Series("measured", labels, boots.auroc, boots.low, boots.high, style="points")
     chance = Series("chance", labels, [0.5] * len(labels), style="dashed")
     return Figure(
