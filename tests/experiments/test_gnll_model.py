@@ -26,6 +26,7 @@ from jaxlab.experiments.gnll.pretrained import NAME, ask, asked_questions, build
 from jaxlab.experiments.gnll.pretrained_results import conclude
 from jaxlab.experiments.runner import run
 from jaxlab.methods import gnll
+from jaxlab.models.generation import GenerationSettings
 from jaxlab.training.host import drive_host
 from tests.experiments.tiny_language_model import END, write_tiny_model
 from tests.training.toy import Silent
@@ -87,6 +88,12 @@ def test_the_files_hold_every_measure_of_every_question(folder, asked, tmp_path)
     assert len(entries[0]["samples"]) == 4
     table = (tmp_path / "run" / "files" / "measures.csv").read_text().splitlines()
     assert len(table) == 1 + len(names)
+    aurocs = {row["measure"]: row for row in csv.DictReader(table)}
+    for claim in result.claims[1:]:
+        name = claim.id.rpartition(".")[2]
+        less = float(aurocs["g_nll"]["auroc"]) - claim.mean
+        assert float(aurocs[name]["less_g_nll"]) == pytest.approx(-less, abs=1e-5)
+        assert f"G-NLL's less this: {less:z.3f} [" in claim.statement
     assert {claim.id.rpartition(".")[2] for claim in result.claims} == names
     assert all(claim.kind == "finding" and claim.unit == "prompt" for claim in result.claims)
     assert (tmp_path / "run" / "figures" / "reliability.png").exists()
@@ -125,6 +132,8 @@ def test_log_probs_are_those_of_teacher_forcing(model, folder):
     mask = np.arange(found.tokens.shape[1]) < found.lengths[:, None]
     assert not mask.all(), "some texts end early"
     np.testing.assert_allclose(found.log_probs, np.where(mask, expected, 0), atol=1e-5)
+    best = np.asarray(logits)[0].argmax(-1)
+    np.testing.assert_array_equal(found.tokens[0][mask[0]], best[mask[0]], "the greedy one first")
 
 
 def test_padding_changes_nothing(model, folder):
@@ -142,17 +151,28 @@ def test_padding_changes_nothing(model, folder):
 
 
 def test_the_prompt_is_read_once(model, folder, monkeypatch):
-    """However many samples: one pass over the prompt, then one token of every text at a time."""
-    calls = []
+    """However many samples, drawn from the model's own law: one pass over the prompt."""
+    calls, laws = [], []
     real = pretrained.prefill
 
     def counted(*args: Any, **options: Any):
         calls.append(args[2].shape)
         return real(*args, **options)
 
+    begin = pretrained.start
+
+    def noted(*args: Any, **options: Any):
+        laws.append(options["settings"])
+        return begin(*args, **options)
+
     monkeypatch.setattr(pretrained, "prefill", counted)
+    monkeypatch.setattr(pretrained, "start", noted)
     _, found = asked_once(model, configured(folder, None, num_samples=5))
     assert calls == [(1, 64)]
+    common: Any = {"max_new_tokens": 8, "stop_ids": STOPS, "vocab_size": 97}
+    drawn = GenerationSettings(num_samples=5, temperature=1.0, **common)
+    greedy = GenerationSettings(num_samples=1, temperature=0.0, **common)
+    assert set(laws) == {drawn, greedy}
     assert found.tokens.shape[0] == 6
 
 

@@ -156,18 +156,19 @@ def _bootstraps(config: PretrainedConfig, found: _Found) -> BootstrapAuroc:
     return BootstrapAuroc(value, low, high, value - value[0], gap_low, gap_high, samples, redrawn)
 
 
+def _generations(config: PretrainedConfig, name: str) -> int:
+    return generations(name, config.num_samples, config.num_beams)
+
+
 def _findings(config: PretrainedConfig, found: _Found, boots: BootstrapAuroc) -> tuple[Claim, ...]:
     claims = []
     for index, name in enumerate(found.measures):
-        label, number = (
-            ESTIMATORS[name].label,
-            generations(name, config.num_samples, config.num_beams),
-        )
+        label, number = ESTIMATORS[name].label, _generations(config, name)
         statement = f"AUROC of {label} ({number} generation{'s' if number > 1 else ''} a question)"
         if index:
             gap = -boots.difference[index]
             low, high = -boots.difference_high[index], -boots.difference_low[index]
-            statement += f"; G-NLL's less this: {gap:.3f} [{low:.3f}, {high:.3f}]"
+            statement += f"; G-NLL's less this: {gap:z.3f} [{low:z.3f}, {high:z.3f}]"
         claims.append(
             claim_from_bootstrap(
                 f"gnll.model.auroc.{name}",
@@ -267,15 +268,12 @@ def _table(config: PretrainedConfig, found: _Found, boots: BootstrapAuroc) -> st
             boots.difference_high,
         )
         values = [f"{column[index]:.6f}" for column in numbers]
-        writer.writerow([name, generations(name, config.num_samples, config.num_beams), *values])
+        writer.writerow([name, _generations(config, name), *values])
     return text.getvalue()
 
 
 def _auroc_figure(config: PretrainedConfig, found: _Found, boots: BootstrapAuroc) -> Figure:
-    labels = [
-        f"{ESTIMATORS[name].label} ({generations(name, config.num_samples, config.num_beams)})"
-        for name in found.measures
-    ]
+    labels = [f"{ESTIMATORS[name].label} ({_generations(config, name)})" for name in found.measures]
     points = Series("measured", labels, boots.auroc, boots.low, boots.high, style="points")
     chance = Series("chance", labels, [0.5] * len(labels), style="dashed")
     return Figure(
