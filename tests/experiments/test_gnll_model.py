@@ -98,6 +98,14 @@ def test_the_files_hold_every_measure_of_every_question(folder, asked, tmp_path)
     assert all(claim.kind == "finding" and claim.unit == "prompt" for claim in result.claims)
     assert (tmp_path / "run" / "figures" / "reliability.png").exists()
     assert result.metrics["accuracy"] == 0.5
+    (figure,) = (figure for figure in result.figures if figure.name == "reliability")
+    for series, name in zip(figure.panels[1].series, ("g_nll", "d_se"), strict=False):
+        order = sorted((entry["measures"][name], entry["right"]) for entry in entries)
+        for share, accuracy in zip(series.x, series.y, strict=True):
+            given = round(share * NUMBER)
+            assert share == pytest.approx(given / NUMBER)
+            assert given == NUMBER or order[given - 1][0] < order[given][0], "ties stay together"
+            assert accuracy == pytest.approx(np.mean([right for _, right in order[:given]]))
     rows = list(csv.DictReader((tmp_path / "run" / "files" / "questions.csv").open()))
     assert [row["right"] for row in rows] == ["1", "0"] * (NUMBER // 2)
     for row, entry in zip(rows, entries, strict=True):

@@ -17,7 +17,6 @@ from jaxlab.evaluation.ranking import (
     area_under_rejection_accuracy,
     auroc,
     paired_bootstrap,
-    rejection_accuracy,
     reliability,
 )
 from jaxlab.experiments.gnll.config import PretrainedConfig
@@ -229,6 +228,7 @@ def _lines(questions: Sequence[Question], own: Mapping[str, np.ndarray], found: 
             "answers": list(question.answers),
             "answer": texts[0],
             "right": bool(found.right[index]),
+            "cut_off": not bool(own["finished"][0, index, 0]),
             "samples": texts[1:],
             "clusters": [int(cluster) for cluster in own["clusters"][0, index]],
             "measures": {name: float(values[0, index]) for name, values in found.measures.items()},
@@ -294,8 +294,11 @@ def _reliability_figure(found: _Found) -> Figure:
         made = reliability(found.right, score, _BINS)
         middle = (np.cumsum(made.count) - made.count / 2) / len(found.right)
         bins.append(Series(label, middle, made.accuracy, made.low, made.high, style="points"))
-        curve = rejection_accuracy(found.right, score, fractions)
-        kept.append(Series(label, fractions, curve))
+        # Equal scores are answered together, so the share is often larger than the fraction.
+        answered = score <= np.quantile(score, fractions, method="lower")[:, None]
+        count = answered.sum(axis=1)
+        accuracy = (answered & found.right).sum(axis=1) / count
+        kept.append(Series(label, count / len(score), accuracy))
     everyone = [found.right.mean()] * 2
     for panel in (bins, kept):
         panel.append(Series("all answers", [0.0, 1.0], everyone, style="dashed"))
@@ -307,5 +310,5 @@ def _reliability_figure(found: _Found) -> Figure:
             Panel("share of questions that are answered", "accuracy of these answers", kept),
         ],
         "(a) Accuracy in bins of rising uncertainty, with Wilson's 95 % interval; (b) accuracy if "
-        "only the surest answers are given.",
+        "only the surest answers are given; equally sure ones are given together.",
     )
