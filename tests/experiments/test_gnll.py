@@ -121,8 +121,12 @@ def test_answers_that_are_all_right_are_said_and_never_an_error(config):
     both = {closed_book.NAME: arrays, trees.NAME: tree_arrays(config, 0.1, 0.5)}
     result = conclude(config, both)
     assert any("AUROC is undefined" in note for note in result.notes)
-    verdicts = {claim.id: claim.verdict for claim in result.claims}
-    assert verdicts["gnll.qa.auroc"] == "unclear"
+    claims = {claim.id: claim for claim in result.claims}
+    assert claims["gnll.qa.auroc"].verdict == "unclear"
+    for name, claim in claims.items():
+        assert name.startswith("gnll.tree.") == ("AUROC is undefined" not in claim.statement)
+    assert np.isfinite(list(result.metrics.values())).all()
+    assert result.metrics["short.accuracy"] == 1.0
     json.dumps(result.to_dict(), allow_nan=False)
 
 

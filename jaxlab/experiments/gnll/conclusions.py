@@ -153,6 +153,8 @@ def _claims(config: StudyConfig, found: Mapping[str, closed_book.Scores]) -> lis
 def _claim(
     id: str, values: np.ndarray, kind: Kind, bound: float | None, statement: str, source: str
 ) -> Claim:
+    if np.isnan(values).any():
+        statement += " AUROC is undefined for a seed whose answers are all right or all wrong."
     return claim_from_values(
         id,
         values,
@@ -169,7 +171,8 @@ def _metrics(found: Mapping[str, closed_book.Scores]) -> dict[str, float]:
     for task, scores in found.items():
         metrics[f"{task}.accuracy"] = float(scores.accuracy.mean())
         for name, values in scores.auroc.items():
-            metrics[f"{task}.auroc.{name}"] = float(values.mean())
+            if not np.isnan(values).any():
+                metrics[f"{task}.auroc.{name}"] = float(values.mean())
     return metrics
 
 
