@@ -102,7 +102,7 @@ def test_the_files_hold_every_measure_of_every_question(folder, asked, tmp_path)
     for series, name in zip(figure.panels[1].series, ("g_nll", "d_se"), strict=False):
         order = sorted((entry["measures"][name], entry["right"]) for entry in entries)
         for share, accuracy in zip(series.x, series.y, strict=True):
-            given = round(share * NUMBER)
+            given = round(float(share) * NUMBER)
             assert share == pytest.approx(given / NUMBER)
             assert given == NUMBER or order[given - 1][0] < order[given][0], "ties stay together"
             assert accuracy == pytest.approx(np.mean([right for _, right in order[:given]]))
