@@ -12,11 +12,12 @@ from jaxlab.experiments.composition import make_config
 from jaxlab.experiments.gnll import closed_book, estimators, trees
 from jaxlab.experiments.gnll.closed_book import world
 from jaxlab.experiments.gnll.conclusions import STUDY_TASKS
-from jaxlab.experiments.gnll.estimators import ESTIMATORS, Texts, estimate
+from jaxlab.experiments.gnll.estimators import BASELINES, ESTIMATORS, Texts, estimate
 from jaxlab.experiments.gnll.experiment import conclude
 from jaxlab.experiments.runner import run
 from jaxlab.methods import gnll
 from jaxlab.models.decoder import Decoder
+from jaxlab.models.generation import GenerationSettings
 from jaxlab.training.driver import DriveSettings, drive
 from jaxlab.training.host import drive_host
 from tests.training.toy import Silent
@@ -61,9 +62,15 @@ def planted(config, quality):
 
 
 def tree_arrays(config, greedy_error, entropy_error):
+    """Errors of peaked chains; on flat ones they are the other way round."""
     shape = (len(config.tree.logit_stds), config.replicates, config.tree.num_chains)
     rng = np.random.default_rng(1)
     ones = np.ones(shape)
+    peaked = np.array(config.tree.logit_stds)[:, None, None] >= config.tree.peaked_from
+    greedy_error, entropy_error = (
+        np.where(peaked, one, other)
+        for one, other in ((greedy_error, entropy_error), (entropy_error, greedy_error))
+    )
     return {
         "entropy": 2 * ones,
         "maximum": ones,
@@ -94,6 +101,14 @@ def test_planted_answers_give_their_verdicts(config, quality, errors, verdicts):
     assert result.metrics["short.accuracy"] == pytest.approx(2 / 3)
     assert result.metrics["short.auroc.g_nll"] == (1.0 if quality > 0 else 0.0)
     assert claims["gnll.tree.variance"].mean == pytest.approx(errors[1] - errors[0], abs=0.02)
+    assert claims["gnll.tree.variance.flat"].mean == pytest.approx(errors[0] - errors[1], abs=0.02)
+    of_tasks = [
+        closed_book.scores(config, phrasing, {n: v[i] for n, v in arrays["closed_book"].items()})
+        for i, phrasing in enumerate(STUDY_TASKS.values())
+    ]
+    best = [np.max([scores.auroc[n] for n in BASELINES], axis=0) for scores in of_tasks]
+    own = [scores.auroc["g_nll"] for scores in of_tasks]
+    assert claims["gnll.qa.auroc"].values == pytest.approx(np.mean(own, 0) - np.mean(best, 0))
 
 
 def test_answers_that_are_all_right_are_said_and_never_an_error(config):
@@ -106,8 +121,12 @@ def test_answers_that_are_all_right_are_said_and_never_an_error(config):
     both = {closed_book.NAME: arrays, trees.NAME: tree_arrays(config, 0.1, 0.5)}
     result = conclude(config, both)
     assert any("AUROC is undefined" in note for note in result.notes)
-    verdicts = {claim.id: claim.verdict for claim in result.claims}
-    assert verdicts["gnll.qa.auroc"] == "unclear"
+    claims = {claim.id: claim for claim in result.claims}
+    assert claims["gnll.qa.auroc"].verdict == "unclear"
+    for name, claim in claims.items():
+        assert name.startswith("gnll.tree.") == ("AUROC is undefined" not in claim.statement)
+    assert np.isfinite(list(result.metrics.values())).all()
+    assert result.metrics["short.accuracy"] == 1.0
     json.dumps(result.to_dict(), allow_nan=False)
 
 
@@ -188,12 +207,23 @@ def test_the_command_prints_its_table(finished):
     assert (folder / "figures" / "tree.png").exists()
 
 
-def test_cached_log_probs_are_those_of_the_trained_model():
+def test_cached_log_probs_are_those_of_the_trained_model(monkeypatch):
     """The summary's log-probabilities are those of one pass over question and answer."""
+    settings = []
+    real = closed_book.start
+
+    def noted(*args: Any, **options: Any) -> Any:
+        settings.append(options["settings"])
+        return real(*args, **options)
+
+    monkeypatch.setattr(closed_book, "start", noted)
     config: Any = make_config("gnll", preset="test", steps=10, **SMALL)
     program = closed_book.build(config, ("even",))
     outcome = drive(program, [3], DriveSettings(), observer=Silent())
     own = world(config, "even", 3)
+    greedy = GenerationSettings(own.answer_length, 1, 0.0, stop_ids=(0,))
+    drawn = GenerationSettings(own.answer_length, config.num_samples, 1.0, stop_ids=(0,))
+    assert set(settings) == {greedy, drawn}
     model = Decoder(
         vocab_size=own.vocab_size,
         width=config.network.width,

@@ -1,8 +1,10 @@
 """Questions to a pretrained model: one reading of a prompt, resumable, judged, reported."""
 
 import contextlib
+import csv
 import dataclasses
 import json
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -20,10 +22,14 @@ from jaxlab.experiments import machine
 from jaxlab.experiments.composition import make_config
 from jaxlab.experiments.generate.language_model import load_language_model
 from jaxlab.experiments.gnll import pretrained
-from jaxlab.experiments.gnll.pretrained import ask, asked_questions
+from jaxlab.experiments.gnll.pretrained import NAME, ask, asked_questions, build
+from jaxlab.experiments.gnll.pretrained_results import conclude
 from jaxlab.experiments.runner import run
 from jaxlab.methods import gnll
+from jaxlab.models.generation import GenerationSettings
+from jaxlab.training.host import drive_host
 from tests.experiments.tiny_language_model import END, write_tiny_model
+from tests.training.toy import Silent
 
 NUMBER = 6
 STOPS = (*range(40), 95, END)  # so that some texts end early
@@ -82,10 +88,30 @@ def test_the_files_hold_every_measure_of_every_question(folder, asked, tmp_path)
     assert len(entries[0]["samples"]) == 4
     table = (tmp_path / "run" / "files" / "measures.csv").read_text().splitlines()
     assert len(table) == 1 + len(names)
+    aurocs = {row["measure"]: row for row in csv.DictReader(table)}
+    for claim in result.claims[1:]:
+        name = claim.id.rpartition(".")[2]
+        less = float(aurocs["g_nll"]["auroc"]) - claim.mean
+        assert float(aurocs[name]["less_g_nll"]) == pytest.approx(-less, abs=1e-5)
+        assert f"G-NLL's less this: {less:z.3f} [" in claim.statement
     assert {claim.id.rpartition(".")[2] for claim in result.claims} == names
     assert all(claim.kind == "finding" and claim.unit == "prompt" for claim in result.claims)
     assert (tmp_path / "run" / "figures" / "reliability.png").exists()
     assert result.metrics["accuracy"] == 0.5
+    (figure,) = (figure for figure in result.figures if figure.name == "reliability")
+    for series, name in zip(figure.panels[1].series, ("g_nll", "d_se"), strict=False):
+        order = sorted((entry["measures"][name], entry["right"]) for entry in entries)
+        for share, accuracy in zip(series.x, series.y, strict=True):
+            given = round(float(share) * NUMBER)
+            assert share == pytest.approx(given / NUMBER)
+            assert given == NUMBER or order[given - 1][0] < order[given][0], "ties stay together"
+            assert accuracy == pytest.approx(np.mean([right for _, right in order[:given]]))
+    rows = list(csv.DictReader((tmp_path / "run" / "files" / "questions.csv").open()))
+    assert [row["right"] for row in rows] == ["1", "0"] * (NUMBER // 2)
+    for row, entry in zip(rows, entries, strict=True):
+        assert row["question"] == entry["question"]
+        for name, value in entry["measures"].items():
+            assert float(row[name]) == pytest.approx(value, abs=1e-6)
 
 
 def test_the_command_line_finds_the_study_by_its_model(folder, asked, tmp_path, capsys):
@@ -114,6 +140,8 @@ def test_log_probs_are_those_of_teacher_forcing(model, folder):
     mask = np.arange(found.tokens.shape[1]) < found.lengths[:, None]
     assert not mask.all(), "some texts end early"
     np.testing.assert_allclose(found.log_probs, np.where(mask, expected, 0), atol=1e-5)
+    best = np.asarray(logits)[0].argmax(-1)
+    np.testing.assert_array_equal(found.tokens[0][mask[0]], best[mask[0]], "the greedy one first")
 
 
 def test_padding_changes_nothing(model, folder):
@@ -131,17 +159,28 @@ def test_padding_changes_nothing(model, folder):
 
 
 def test_the_prompt_is_read_once(model, folder, monkeypatch):
-    """However many samples: one pass over the prompt, then one token of every text at a time."""
-    calls = []
+    """However many samples, drawn from the model's own law: one pass over the prompt."""
+    calls, laws = [], []
     real = pretrained.prefill
 
     def counted(*args: Any, **options: Any):
         calls.append(args[2].shape)
         return real(*args, **options)
 
+    begin = pretrained.start
+
+    def noted(*args: Any, **options: Any):
+        laws.append(options["settings"])
+        return begin(*args, **options)
+
     monkeypatch.setattr(pretrained, "prefill", counted)
+    monkeypatch.setattr(pretrained, "start", noted)
     _, found = asked_once(model, configured(folder, None, num_samples=5))
     assert calls == [(1, 64)]
+    common: Any = {"max_new_tokens": 8, "stop_ids": STOPS, "vocab_size": 97}
+    drawn = GenerationSettings(num_samples=5, temperature=1.0, **common)
+    greedy = GenerationSettings(num_samples=1, temperature=0.0, **common)
+    assert set(laws) == {drawn, greedy}
     assert found.tokens.shape[0] == 6
 
 
@@ -192,6 +231,63 @@ def test_an_unreachable_judge_loses_no_answer(folder, asked, tmp_path, monkeypat
     result = run(config, tmp_path / "run")
     assert result.metrics["accuracy"] == 0.5
     assert judged == [f"Number {n}?" for n in range(3)]
+
+
+def test_a_judge_that_moved_is_asked_there(folder, asked, tmp_path, monkeypatch):
+    """A wrong address is put right, and the same run goes on."""
+    monkeypatch.setattr(
+        "jaxlab.evaluation.judges.OpenAICompatibleJudge.judge",
+        lambda self, question, *_: int(question[-2]) % 2 == 0 or refuse(self.base_url),
+    )
+
+    def refuse(url):
+        if url.endswith(":1"):
+            raise UserError("judge.base_url", url, "cannot be reached")
+        return False
+
+    judge = {"kind": "openai", "model": "m", "base_url": "http://localhost:1"}
+    with pytest.raises(UserError, match="cannot be reached"):
+        run(configured(folder, asked, judge=judge), tmp_path / "run")
+    judge["base_url"] = "http://localhost:2"
+    result = run(configured(folder, asked, judge=judge), tmp_path / "run")
+    assert result.metrics["accuracy"] == 0.5
+
+
+def test_answers_are_read_with_the_questions_that_were_asked(folder, asked):
+    """Also where the file is another one by then, or gone."""
+    config = configured(folder, asked)
+    arrays = drive_host(build(config), [config.seed], observer=Silent()).arrays
+    gone = dataclasses.replace(config, data=dataclasses.replace(config.data, path="gone.jsonl"))
+    (line, *_) = conclude(gone, {NAME: arrays}).files["questions.jsonl"].splitlines()
+    assert json.loads(line)["question"] == "Number 0?"
+
+
+def test_a_finished_run_is_not_taken_for_one_of_other_questions(folder, asked, tmp_path):
+    path = tmp_path / "questions.jsonl"
+    path.write_text(asked.read_text())
+    config = configured(folder, path)
+    first = run(config, tmp_path / "run")
+    assert run(config, tmp_path / "run").files == first.files
+    path.write_text(asked.read_text().replace("Number 0", "Number 9"))
+    with pytest.raises(UserError, match=r"was started on other data .*; use another run_dir"):
+        run(config, tmp_path / "run")
+
+
+def test_a_run_does_not_go_on_with_another_model(folder, asked, tmp_path):
+    """The same folder, trained further in between."""
+    own = shutil.copytree(folder, tmp_path / "model")
+    config = configured(own, asked)
+    run(config, tmp_path / "run")
+    weights = bytearray((own / "model.safetensors").read_bytes())
+    weights[-1000:] = weights[-2000:-1000]
+    (own / "model.safetensors").write_bytes(weights)
+    with pytest.raises(UserError, match="was started on other data"):
+        run(config, tmp_path / "run")
+
+
+def test_fewer_facts_than_usual_are_all_asked(folder):
+    config = configured(folder, None, data={"topics": ("letters",), "num_examples": 5})
+    assert 100 < len(asked_questions(config.data)) < 240
 
 
 def test_one_class_is_said(folder, tmp_path):
@@ -246,6 +342,21 @@ def test_few_questions_of_a_topic_share_their_examples(tmp_path, folder):
             "data.num_examples=7: must lie in [0, 2)",
         ),
         (None, ["judge.kind=openai"], "judge.base_url=null: needed"),
+        (
+            None,
+            ["judge.kind=openai", "judge.model=m", "judge.base_url=http://me:secret@localhost/v1"],
+            "judge.base_url=(not shown): holds a user, a password or a query",
+        ),
+        (
+            None,
+            ["judge.kind=openai", "judge.model=m", "judge.base_url=http://localhost?key=secret"],
+            "judge.base_url=(not shown): ",
+        ),
+        (
+            None,
+            ["judge.api_key_variable=sk-secret"],
+            "judge.api_key_variable=(not shown): allowed: the name of an environment variable",
+        ),
         (None, ["judge.kind=f2"], "judge.kind=f2: did you mean f1?"),
         (None, ["max_new_tokens=600"], "max_new_tokens=600: must be at most "),
         (None, ["data.topics=[capitals,capitals]"], "data.topics="),
@@ -264,6 +375,7 @@ def test_bad_input_is_one_line(lines, words, message, folder, tmp_path, capsys, 
     assert command_line.main([*given, *words]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert message in line
+    assert "secret" not in line
     assert set(tmp_path.iterdir()) == before, "nothing is left behind"
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from jaxlab.data.closed_book import Phrasing
 from jaxlab.experiments.gnll import closed_book, trees
 from jaxlab.experiments.gnll.config import ClosedBookConfig, StressConfig, StudyConfig
-from jaxlab.experiments.gnll.estimators import BASELINES, ESTIMATORS
+from jaxlab.experiments.gnll.estimators import BASELINES, ESTIMATORS, generations
 from jaxlab.reporting.claims import Claim, Kind, claim_from_values, t_interval
 from jaxlab.reporting.figures import Figure, Panel, Series
 from jaxlab.reporting.report import Result
@@ -153,6 +153,8 @@ def _claims(config: StudyConfig, found: Mapping[str, closed_book.Scores]) -> lis
 def _claim(
     id: str, values: np.ndarray, kind: Kind, bound: float | None, statement: str, source: str
 ) -> Claim:
+    if np.isnan(values).any():
+        statement += " AUROC is undefined for a seed whose answers are all right or all wrong."
     return claim_from_values(
         id,
         values,
@@ -169,7 +171,8 @@ def _metrics(found: Mapping[str, closed_book.Scores]) -> dict[str, float]:
     for task, scores in found.items():
         metrics[f"{task}.accuracy"] = float(scores.accuracy.mean())
         for name, values in scores.auroc.items():
-            metrics[f"{task}.auroc.{name}"] = float(values.mean())
+            if not np.isnan(values).any():
+                metrics[f"{task}.auroc.{name}"] = float(values.mean())
     return metrics
 
 
@@ -198,10 +201,13 @@ def _figure(config: ClosedBookConfig, found: Mapping[str, closed_book.Scores]) -
     panels = []
     for task, scores in found.items():
         names = list(scores.auroc)
-        labels = [ESTIMATORS[name].label for name in names]
+        labels = [
+            f"{ESTIMATORS[name].label} ({generations(name, config.num_samples)})" for name in names
+        ]
         means = [scores.auroc[name].mean() for name in names]
         ends = np.array([t_interval(scores.auroc[name]) for name in names])
-        low, high = (np.where(np.isfinite(e), e, np.nan) for e in ends.T)
+        # Of few seeds the interval goes beyond what an AUROC can be.
+        low, high = (np.where(np.isfinite(e), np.clip(e, 0, 1), np.nan) for e in ends.T)
         points = Series("measured", labels, means, low, high, style="points")
         chance = Series("chance", labels, [0.5] * len(labels), style="dashed")
         accuracy = scores.accuracy.mean()
@@ -217,6 +223,6 @@ def _figure(config: ClosedBookConfig, found: Mapping[str, closed_book.Scores]) -
         "auroc",
         "Which measure tells wrong answers from right ones",
         panels,
-        f"Mean and 95 % interval over {config.replicates} seeds. One generation a question "
-        f"for G-NLL, LN-G-NLL and sampled NLL, {config.num_samples} for the others.",
+        f"Mean and 95 % interval over {config.replicates} seeds, cut at 0 and 1; in brackets the "
+        "generations a question.",
     )

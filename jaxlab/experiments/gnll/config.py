@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+import re
+from typing import Annotated, ClassVar, Literal
+from urllib.parse import urlsplit
 
 from pydantic import Field, model_validator
 
@@ -165,17 +167,24 @@ class JudgeConfig:
         ),
     ] = "equal"
     base_url: Annotated[
-        str | None, option("With openai: the address, such as http://localhost:8000/v1.")
+        str | None,
+        option("With openai: the address, such as http://localhost:8000/v1.", role="execution"),
     ] = None
     model: Annotated[str | None, option("With openai: the judge's name.", min_length=1)] = None
     api_key_variable: Annotated[
         str,
-        option(
-            "With openai: the environment variable that holds the key.",
-            role="execution",
-            pattern=r"^[A-Za-z_][A-Za-z0-9_]*$",
-        ),
+        option("With openai: the environment variable that holds the key.", role="execution"),
     ] = "OPENAI_API_KEY"
+    max_tokens: Annotated[
+        int | None,
+        option(
+            "With openai: tokens of a reply, at most; more for models that think before they "
+            "answer; null: no limit.",
+            role="execution",
+            ge=1,
+            le=1_000_000,
+        ),
+    ] = 16
     timeout: Annotated[
         float, option("With openai: seconds for one reply.", role="execution", gt=0, le=3600)
     ] = 60.0
@@ -193,12 +202,31 @@ class JudgeConfig:
 
     @model_validator(mode="after")
     def check(self) -> JudgeConfig:
-        """Fields that need each other."""
+        """Fields that need each other, and secrets, which would be written into the run's files."""
+        if not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", self.api_key_variable):
+            raise ValueError(
+                "judge.api_key_variable=(not shown): allowed: the name of an environment variable, "
+                "not the key that it holds"
+            )
+        if self.base_url is not None and _holds_more_than_an_address(self.base_url):
+            raise ValueError(
+                "judge.base_url=(not shown): holds a user, a password or a query, which would be "
+                "written into the run's files; allowed: the address alone, with the key in the "
+                f"environment variable {self.api_key_variable}"
+            )
         if "openai" in (self.kind, self.meanings):
             for name in ("base_url", "model"):
                 if getattr(self, name) is None:
                     raise ValueError(f"judge.{name}=null: needed for a judge of kind openai")
         return self
+
+
+def _holds_more_than_an_address(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+    except ValueError:  # no address at all, which the client says
+        return "@" in url
+    return "@" in parts.netloc or bool(parts.query or parts.fragment)
 
 
 Topic = Literal[
@@ -225,7 +253,9 @@ class QuestionsConfig:
     )
     num_questions: Annotated[
         int | None,
-        option("How many questions; null: all of your file, or 240 facts.", ge=2, le=1_000_000),
+        option(
+            "How many questions; null: all of your file, or up to 240 facts.", ge=2, le=1_000_000
+        ),
     ] = None
     num_examples: Annotated[
         int, option("Answered questions that every prompt begins with.", ge=0, le=64)
@@ -242,6 +272,8 @@ class QuestionsConfig:
 @configuration
 class PretrainedConfig(RunConfig):
     """Short questions to a pretrained model."""
+
+    keeps_results: ClassVar[bool] = False  # the questions or the model may have changed
 
     method: Annotated[Literal["gnll"], option("This method.")] = "gnll"
     variant: Annotated[Literal["model"], option("A pretrained model.")] = "model"

@@ -8,7 +8,7 @@ import numpy as np
 
 from jaxlab.methods import gnll
 
-__all__ = ["BASELINES", "ESTIMATORS", "Estimator", "Texts", "estimate"]
+__all__ = ["BASELINES", "ESTIMATORS", "Estimator", "Texts", "estimate", "generations"]
 
 
 class Estimator(NamedTuple):
@@ -48,6 +48,19 @@ BASELINES = (
 """Those that the paper compares G-NLL with."""
 
 _PAIRS_AT_ONCE = 4_000_000  # of samples: the measures of meanings compare them all
+
+
+def generations(name: str, num_samples: int, num_beams: int = 1) -> int:
+    """How many texts a measure needs of each question.
+
+    Args:
+      name: out of `ESTIMATORS`.
+      num_samples: samples of each question.
+      num_beams: width of the beam search.
+    """
+    if name == "beam_nll":
+        return num_beams
+    return num_samples if ESTIMATORS[name].samples and name != "sampled_nll" else 1
 
 
 class Texts(NamedTuple):

@@ -5,6 +5,7 @@ A question's prompt is read once; the greedy answer and all samples follow from 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 import json
@@ -44,7 +45,7 @@ from jaxlab.models.decoder import decoder_block
 from jaxlab.models.generation import GenerationSettings, GenerationState, decode, start
 from jaxlab.models.prefill import pad_prompts, prefill
 from jaxlab.models.pretrained.families import decoder_from_config
-from jaxlab.models.pretrained.folders import open_source
+from jaxlab.models.pretrained.folders import content_mark, open_source
 from jaxlab.training.host import HostProgram, ItemFunction
 
 __all__ = ["NAME", "Asked", "Round", "ask", "asked_questions", "build", "line_ends"]
@@ -94,7 +95,8 @@ def asked_questions(config: QuestionsConfig) -> list[Round]:
             raise UserError("data.num_examples", count, problem) from None
         examples |= {question.id: Round(question, tuple(shown)) for question in others}
     rounds = [examples[question.id] for question in found if question.id in examples]
-    number = config.num_questions or (_NUM_FACTS if config.path is None else len(rounds))
+    most = len(rounds) if config.path is not None else min(_NUM_FACTS, len(rounds))
+    number = config.num_questions or most
     if not 2 <= number <= len(rounds):
         used = len(found) - len(rounds)
         raise UserError(
@@ -149,7 +151,8 @@ def build(config: PretrainedConfig) -> HostProgram:
         num_trials=1,
         num_items=len(rounds),
         prepare=prepare,
-        fingerprint=f"{len(rounds)} questions {mark.hexdigest()[:12]} to {files.name}",
+        fingerprint=f"{len(rounds)} questions {mark.hexdigest()[:12]} to {files.name} "
+        f"{content_mark(files.path)}",
     )
 
 
@@ -226,7 +229,10 @@ def _judged(
     found: Asked,
     judges: tuple[Judge, EntailmentJudge],
 ) -> dict[str, Any]:
-    """The arrays of a question: what was answered, whether it is right, and what means the same."""
+    """The arrays of a question: itself, the answers, whether one is right, and which mean the same.
+
+    The question is kept, since its file may be another one when the answers are read.
+    """
     texts = []
     for tokens, length, ended in zip(found.tokens, found.lengths, found.finished, strict=True):
         said = tokens[: length - 1] if ended else tokens[:length]
@@ -234,6 +240,7 @@ def _judged(
     right, entailment = judges
     labels = entailment.judge_pairs(question.question, texts[1:])
     return {
+        "question": json.dumps(dataclasses.asdict(question)),
         "log_probs": found.log_probs,
         "lengths": found.lengths,
         "finished": found.finished,
@@ -250,6 +257,7 @@ def _judges(config: JudgeConfig) -> tuple[Judge, EntailmentJudge]:
     options: Any = {
         "api_key_variable": config.api_key_variable,
         "timeout": config.timeout,
+        "max_tokens": config.max_tokens,
         "cache": cache,
         "offline": config.offline,
     }

@@ -17,12 +17,11 @@ from jaxlab.evaluation.ranking import (
     area_under_rejection_accuracy,
     auroc,
     paired_bootstrap,
-    rejection_accuracy,
     reliability,
 )
 from jaxlab.experiments.gnll.config import PretrainedConfig
-from jaxlab.experiments.gnll.estimators import ESTIMATORS, Texts, estimate
-from jaxlab.experiments.gnll.pretrained import NAME, asked_questions
+from jaxlab.experiments.gnll.estimators import ESTIMATORS, Texts, estimate, generations
+from jaxlab.experiments.gnll.pretrained import NAME
 from jaxlab.reporting.claims import Claim, claim_from_bootstrap
 from jaxlab.reporting.figures import Figure, Panel, Series
 from jaxlab.reporting.report import Result
@@ -69,8 +68,8 @@ def conclude(config: PretrainedConfig, arrays: Mapping[str, Mapping[str, np.ndar
       config: all settings.
       arrays: of the program `questions`, `[1, replicate, question, ...]`.
     """
-    questions = [shown.question for shown in asked_questions(config.data)]
     own = {name: value[0] for name, value in arrays[NAME].items()}
+    questions = [_question(str(text)) for text in own["question"][0]]
     found = _measured(own, questions)
     accuracy = float(found.right.mean())
     metrics = {"accuracy": accuracy, "questions": float(len(questions))}
@@ -78,7 +77,10 @@ def conclude(config: PretrainedConfig, arrays: Mapping[str, Mapping[str, np.ndar
         if topic:
             members = np.array([name == topic for name in found.topics])
             metrics[f"accuracy.{topic}"] = float(found.right[members].mean())
-    files = {"questions.jsonl": _lines(questions, own, found)}
+    files = {
+        "questions.jsonl": _lines(questions, own, found),
+        "questions.csv": _question_table(questions, own, found),
+    }
     notes = _notes(config, own, found)
     if found.right.all() or not found.right.any():
         which = "right" if found.right.all() else "wrong"
@@ -103,6 +105,11 @@ def conclude(config: PretrainedConfig, arrays: Mapping[str, Mapping[str, np.ndar
         files=files,
         notes=[*notes, *_thresholds(found)],
     )
+
+
+def _question(text: str) -> Question:
+    fields = json.loads(text)
+    return Question(**{**fields, "answers": tuple(fields["answers"])})
 
 
 def _result(config: PretrainedConfig, metrics: dict[str, float], **parts: Any) -> Result:
@@ -149,11 +156,7 @@ def _bootstraps(config: PretrainedConfig, found: _Found) -> BootstrapAuroc:
 
 
 def _generations(config: PretrainedConfig, name: str) -> int:
-    if name == "beam_nll":
-        return config.num_beams
-    if name == "sampled_nll" or not ESTIMATORS[name].samples:
-        return 1
-    return config.num_samples
+    return generations(name, config.num_samples, config.num_beams)
 
 
 def _findings(config: PretrainedConfig, found: _Found, boots: BootstrapAuroc) -> tuple[Claim, ...]:
@@ -164,7 +167,7 @@ def _findings(config: PretrainedConfig, found: _Found, boots: BootstrapAuroc) ->
         if index:
             gap = -boots.difference[index]
             low, high = -boots.difference_high[index], -boots.difference_low[index]
-            statement += f"; G-NLL's less this: {gap:.3f} [{low:.3f}, {high:.3f}]"
+            statement += f"; G-NLL's less this: {gap:z.3f} [{low:z.3f}, {high:z.3f}]"
         claims.append(
             claim_from_bootstrap(
                 f"gnll.model.auroc.{name}",
@@ -225,12 +228,27 @@ def _lines(questions: Sequence[Question], own: Mapping[str, np.ndarray], found: 
             "answers": list(question.answers),
             "answer": texts[0],
             "right": bool(found.right[index]),
+            "cut_off": not bool(own["finished"][0, index, 0]),
             "samples": texts[1:],
             "clusters": [int(cluster) for cluster in own["clusters"][0, index]],
             "measures": {name: float(values[0, index]) for name, values in found.measures.items()},
         }
         lines.append(json.dumps(entry, ensure_ascii=False))
     return "\n".join(lines) + "\n"
+
+
+def _question_table(
+    questions: Sequence[Question], own: Mapping[str, np.ndarray], found: _Found
+) -> str:
+    """The same without the samples as CSV, for spreadsheets."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(["id", "topic", "question", "answer", "right", *found.measures])
+    for index, question in enumerate(questions):
+        measures = [f"{values[0, index]:.6f}" for values in found.measures.values()]
+        answer, right = str(own["texts"][0, index, 0]), int(found.right[index])
+        writer.writerow([question.id, question.topic, question.question, answer, right, *measures])
+    return text.getvalue()
 
 
 def _table(config: PretrainedConfig, found: _Found, boots: BootstrapAuroc) -> str:
@@ -276,8 +294,11 @@ def _reliability_figure(found: _Found) -> Figure:
         made = reliability(found.right, score, _BINS)
         middle = (np.cumsum(made.count) - made.count / 2) / len(found.right)
         bins.append(Series(label, middle, made.accuracy, made.low, made.high, style="points"))
-        curve = rejection_accuracy(found.right, score, fractions)
-        kept.append(Series(label, fractions, curve))
+        # Equal scores are answered together, so the share is often larger than the fraction.
+        answered = score <= np.quantile(score, fractions, method="lower")[:, None]
+        count = answered.sum(axis=1)
+        accuracy = (answered & found.right).sum(axis=1) / count
+        kept.append(Series(label, count / len(score), accuracy))
     everyone = [found.right.mean()] * 2
     for panel in (bins, kept):
         panel.append(Series("all answers", [0.0, 1.0], everyone, style="dashed"))
@@ -289,5 +310,5 @@ def _reliability_figure(found: _Found) -> Figure:
             Panel("share of questions that are answered", "accuracy of these answers", kept),
         ],
         "(a) Accuracy in bins of rising uncertainty, with Wilson's 95 % interval; (b) accuracy if "
-        "only the surest answers are given.",
+        "only the surest answers are given; equally sure ones are given together.",
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -30,6 +31,7 @@ __all__ = [
     "GENERATION_CONFIG_NAME",
     "TOKENIZER_NAME",
     "FolderSource",
+    "content_mark",
     "open_source",
 ]
 
@@ -39,6 +41,8 @@ TOKENIZER_NAME = "tokenizer.json"
 EXPORT_FOLDER = "export"
 
 _LONGEST_JSON = 1 << 24
+_DESCRIBING = (CONFIG_NAME, GENERATION_CONFIG_NAME, TOKENIZER_NAME, "tokenizer_config.json")
+_PIECES, _PIECE = 256, 1 << 10
 
 
 class FolderSource:
@@ -128,6 +132,32 @@ def open_source(path: os.PathLike[str] | str) -> TensorSource:
     if (path / "checkpoints").is_dir():
         raise file_error(path, f"is a run without an {EXPORT_FOLDER} folder")
     return FolderSource(path)
+
+
+def content_mark(path: os.PathLike[str] | str) -> str:
+    """A short name of what a model's files hold, to tell whether they are still the same.
+
+    Made of the sizes of its configuration, weights and tokenizer, and of many small pieces of
+    each: further training changes them; a change of a few bytes may go unseen.
+
+    Args:
+      path: of a `TensorSource`.
+
+    Raises:
+      UserError: a file cannot be read.
+    """
+    path = Path(path)
+    files = [path]
+    if path.is_dir():
+        described = [path / name for name in _DESCRIBING]
+        files = [*filter(Path.exists, described), *sorted(path.glob("*.safetensors"))]
+    mark = hashlib.sha256()
+    for file in files:
+        data = map_file(file)
+        mark.update(f"{file.name if path.is_dir() else ''} {len(data)}\n".encode())
+        for begin in range(0, len(data), max(_PIECE, len(data) // _PIECES)):
+            mark.update(data[begin : begin + _PIECE])
+    return mark.hexdigest()[:12]
 
 
 def _has_safetensors(folder: Path) -> bool:

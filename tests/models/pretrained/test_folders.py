@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxlab.errors import UserError
-from jaxlab.models.pretrained.folders import FolderSource, open_source
+from jaxlab.models.pretrained.folders import FolderSource, content_mark, open_source
 from jaxlab.models.pretrained.gguf_source import GgufSource
 from jaxlab.models.pretrained.safetensors_files import save_safetensors
 from tests.models.pretrained.gguf_writer import llama_metadata, llama_tensors, write_gguf
@@ -107,3 +107,21 @@ def test_other_files_are_refused(tmp_path: Path):
         open_source(tmp_path / "weights.bin")
     with pytest.raises(UserError, match=r"none\.gguf: is missing"):
         open_source(tmp_path / "none.gguf")
+
+
+def test_a_mark_follows_from_content_alone(tmp_path: Path):
+    one, other = folder_of(tmp_path / "one"), folder_of(tmp_path / "other")
+    (other / "log.json").write_text("no part of the model")
+    first = content_mark(one)
+    assert content_mark(other) == first
+    (other / "tokenizer.json").write_text("{}")
+    assert content_mark(other) != first
+    (one / "config.json").write_text('{"model_type": "gpt2!"}')
+    assert content_mark(one) != first
+    big = tmp_path / "big.gguf"
+    big.write_bytes(bytes(1 << 20))
+    before = content_mark(big)
+    content = np.zeros(1 << 20, np.uint8)
+    content[::777] = 1
+    big.write_bytes(content.tobytes())
+    assert content_mark(big) != before
