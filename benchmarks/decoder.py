@@ -59,6 +59,7 @@ def main(words: Sequence[str]) -> None:
         with running(makers) as workers:
             for name in _REQUESTS:
                 found[name] = take_turns(workers, name, _ROUNDS.get(name, 7))
+                print(f"measured: {name}", file=sys.stderr, flush=True)
             versions = sorted({str(worker.facts["versions"]) for worker in workers.values()})
             size = next(worker.facts["bytes"] for worker in workers.values())
         found[_FIRST] = take_turns(starts, _FIRST, _ROUNDS[_FIRST])
@@ -90,15 +91,17 @@ def _makers(
                 start = functools.partial(Worker, module, threads=threads)
                 makers[label] = functools.partial(start, ["work", kind, str(threads), folder, path])
                 first = ["first", kind, str(threads), folder, cache]
-                starts[label] = NewWorker(functools.partial(start, first))
+                if threads == cores:
+                    starts[label] = NewWorker(functools.partial(start, first))
     return makers, starts
 
 
 def _table(found: Mapping[str, Mapping[str, Sequence[Mapping[str, Any]]]]) -> str:
     rows: list[tuple[str, ...]] = [("milliseconds", *_ROWS, "memory")]
     for label in found["load"]:
-        times = [f"{1e3 * median(found[name][label], 'seconds'):.1f}" for name in _ROWS]
-        memory = max(median(found[name][label], "memory") for name in _ROWS)
+        own = [found[name].get(label) for name in _ROWS]
+        times = [f"{1e3 * median(each, 'seconds'):.1f}" if each else "-" for each in own]
+        memory = max(median(each, "memory") for each in own if each)
         rows.append((label, *times, f"{memory / 2**20:.0f} MiB"))
     return table(rows)
 

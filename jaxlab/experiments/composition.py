@@ -125,9 +125,9 @@ def prepare_overrides(words: Sequence[str], *, multirun: bool = False) -> list[s
             override = _parse(word, multirun)
             chosen[override.key_or_group] = _values(override)
     if "variant" not in chosen and len(chosen["method"]) == 1:
-        implied = registry.find_method(chosen["method"][0]).implied
-        named = [implied[key] for word in words if (key := word.partition("=")[0]) in implied]
-        chosen |= {"variant": named[:1]} if named else {}
+        names = [word.partition("=")[0] for word in words]
+        implied = registry.implied_variant(chosen["method"][0], names)
+        chosen |= {"variant": [implied]} if implied else {}
     classes = [
         registry.config_class(slug, variant)
         for slug in chosen["method"]
@@ -514,8 +514,7 @@ def make_config(
         name: os.fspath(value) if isinstance(value, os.PathLike) else value
         for name, value in flatten(overrides).items()
     }
-    implied = registry.find_method(method).implied
-    variant = variant or next((implied[name] for name in flat if name in implied), None)
+    variant = variant or registry.implied_variant(method, flat)
     words = [f"method={method}", f"preset={preset}"]
     words += [f"variant={variant}"] if variant else []
     words += [f"{group}={flat.pop(group)}" for group in _GROUPS if group in flat]

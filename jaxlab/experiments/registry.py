@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import importlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import ModuleType
 
 from jaxlab.errors import UserError
@@ -22,6 +22,7 @@ __all__ = [
     "config_class",
     "experiment_module",
     "find_method",
+    "implied_variant",
     "nearest",
     "tool_module",
 ]
@@ -36,7 +37,8 @@ class Method:
       summary: one line for `--help`.
       variants: its studies; the first is the default.
       presets: the sizes it ships.
-      implied: fields of one study alone, which choose it where no `variant=` does.
+      implied: fields, or groups of fields, of one study alone, which choose it where no `variant=`
+        does.
     """
 
     slug: str
@@ -69,7 +71,7 @@ METHODS: dict[str, Method] = {
             "gnll",
             "Tell a language model's wrong answers from the probability of its greedy one",
             ("study", "stress", "model"),
-            implied={"model": "model", "data.path": "model"},
+            implied={"model": "model", "data": "model", "judge": "model"},
         ),
     )
 }
@@ -105,6 +107,16 @@ def find_method(slug: str) -> Method:
     if slug not in known:
         raise UserError("method", slug, f"unknown method; {nearest(slug, list(known))}")
     return known[slug]
+
+
+def implied_variant(slug: str, names: Iterable[str]) -> str | None:
+    """The study that a method's fields choose by being named; None if they leave it open.
+
+    >>> implied_variant("gnll", ["seed", "judge.kind"])
+    'model'
+    """
+    implied = find_method(slug).implied
+    return next((implied[g] for name in names if (g := name.partition(".")[0]) in implied), None)
 
 
 def config_class(slug: str, variant: str | None = None) -> type[CommandConfig]:

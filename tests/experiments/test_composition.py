@@ -335,3 +335,12 @@ def test_the_command_reproduces_the_configuration():
     again = composition.compose_config(composition.prepare_overrides(words))
     assert identity_digest(again) == identity_digest(config)
     assert again.replicates == config.replicates
+
+
+@pytest.mark.parametrize("word", ["model=x", "data.num_questions=5", "judge.kind=exact"])
+def test_a_field_of_one_study_alone_chooses_it(word):
+    words = composition.prepare_overrides(["method=gnll", word])
+    assert composition.compose_config(words).variant == "model"
+    assert composition.make_config("gnll", data={"num_questions": 5}).variant == "model"
+    with pytest.raises(UserError, match="unknown field"):
+        composition.prepare_overrides(["method=gnll", "variant=stress", word])
