@@ -70,7 +70,7 @@ def test_cfg_prints_the_settings_and_runs_nothing(capsys, in_folder):
     [
         (
             ["method=trek"],
-            "jaxlab: method=trek: unknown method; did you mean trec? Allowed: trec, generate",
+            "jaxlab: method=trek: unknown method; did you mean trec? Allowed: trec, gnll, generate",
         ),
         (["stpes=3"], "jaxlab: stpes=3: unknown field; did you mean steps?"),
         (["steps=abc"], "jaxlab: steps=abc: must be a valid integer"),
