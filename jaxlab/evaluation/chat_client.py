@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 from jaxlab.errors import StorageError, UserError
 
-__all__ = ["ChatClient", "ReplyCache", "reply_key"]
+__all__ = ["ChatClient", "ReplyCache", "UnclearReply", "reply_key"]
 
 T = TypeVar("T")
 
@@ -30,6 +30,10 @@ _SHOWN = 120  # characters of a text in an error line
 def reply_key(model: str, prompt: str) -> str:
     """The name of a reply in a `ReplyCache`: a hash of the model and the prompt, in hex."""
     return hashlib.sha256(json.dumps([model, prompt]).encode()).hexdigest()
+
+
+class UnclearReply(UserError):
+    """A model replied, but twice not what it was asked for."""
 
 
 class ReplyCache:
@@ -214,8 +218,9 @@ class ChatClient:
           about: what an error line shows of the prompt, such as the question.
 
         Raises:
-          UserError: the endpoint cannot be reached or refuses; the reply cannot be parsed twice;
-            nothing is recorded and `offline` is set; or the `openai` package is missing.
+          UnclearReply: the reply cannot be parsed twice.
+          UserError: the endpoint cannot be reached or refuses; nothing is recorded and `offline`
+            is set; or the `openai` package is missing.
           StorageError: the reply cannot be written.
         """
         recorded = self.cache.get(reply_key(self.model, prompt))
@@ -240,7 +245,7 @@ class ChatClient:
             meaning = parse(reply.text)
         if meaning is None:
             cut = f" (cut off at max_tokens={self._max_tokens})" if reply.cut_off else ""
-            raise UserError(
+            raise UnclearReply(
                 "judge.model",
                 self.model,
                 f"replied twice without an answer about {_brief(about)}, at last "

@@ -11,7 +11,10 @@ from jaxlab.experiments.base import config_fields, flatten, identity_digest, to_
 from jaxlab.experiments.registry import METHODS, config_class
 
 MISTAKES = [
-    (["method=trek"], "method=trek: unknown method; did you mean trec? Allowed: trec, gnll, generate"),
+    (
+        ["method=trek"],
+        "method=trek: unknown method; did you mean trec? Allowed: trec, gnll, generate",
+    ),
     (["method=zzz"], "method=zzz: unknown method; allowed: trec, gnll, generate"),
     (
         ["variant=txt"],

@@ -17,6 +17,7 @@ import pytest
 from jaxlab import run as command_line
 from jaxlab.data.questions import Question, few_shot_prompt
 from jaxlab.errors import InterruptedRun, UserError
+from jaxlab.evaluation.chat_client import UnclearReply
 from jaxlab.evaluation.judges import SquadF1Judge
 from jaxlab.experiments import machine
 from jaxlab.experiments.composition import make_config
@@ -288,6 +289,23 @@ def test_a_run_does_not_go_on_with_another_model(folder, asked, tmp_path):
 def test_fewer_facts_than_usual_are_all_asked(folder):
     config = configured(folder, None, data={"topics": ("letters",), "num_examples": 5})
     assert 100 < len(asked_questions(config.data)) < 240
+
+
+def test_a_judge_without_an_answer_stops_the_run_or_counts_as_wrong(
+    folder, asked, tmp_path, monkeypatch
+):
+    class Mumbling(SquadF1Judge):
+        def judge(self, question, answer, references):
+            if question == "Number 2?":
+                raise UnclearReply("judge.model", "m", "replied twice without an answer")
+            return super().judge(question, answer, references)
+
+    monkeypatch.setattr(pretrained, "SquadF1Judge", Mumbling)
+    with pytest.raises(UserError, match="replied twice"):
+        run(configured(folder, asked), tmp_path / "one")
+    result = run(configured(folder, asked, judge={"unclear": "wrong"}), tmp_path / "two")
+    assert result.metrics["accuracy"] == pytest.approx(2 / 6)
+    assert any(note.startswith("1 times the judge gave no answer") for note in result.notes)
 
 
 def test_one_class_is_said(folder, tmp_path):

@@ -175,6 +175,13 @@ class JudgeConfig:
         str,
         option("With openai: the environment variable that holds the key.", role="execution"),
     ] = "OPENAI_API_KEY"
+    unclear: Annotated[
+        Literal["stop", "wrong"],
+        option(
+            "With openai: whether a reply that is no answer, twice, stops the run, or counts as "
+            "wrong (of meanings: as equal text)."
+        ),
+    ] = "stop"
     max_tokens: Annotated[
         int | None,
         option(

@@ -22,6 +22,7 @@ from jaxlab.data.facts import fact_questions
 from jaxlab.data.pretrained_tokenizers import PretrainedTokenizer, stop_ids
 from jaxlab.data.questions import Question, few_shot_prompt, read_questions, split_examples
 from jaxlab.errors import JaxlabError, UserError
+from jaxlab.evaluation.chat_client import UnclearReply
 from jaxlab.evaluation.judges import (
     EntailmentJudge,
     EqualityEntailment,
@@ -142,7 +143,7 @@ def build(config: PretrainedConfig) -> HostProgram:
             key = jax.random.fold_in(jax.random.key(seed), index)
             tokens = np.asarray(prompts[index])
             found = ask(model, tokens, key, config, stop_tokens=stops, width=width)
-            return _judged(files, rounds[index].question, found, judges)
+            return _judged(files, rounds[index].question, found, judges, config.judge.unclear)
 
         return item
 
@@ -228,6 +229,7 @@ def _judged(
     question: Question,
     found: Asked,
     judges: tuple[Judge, EntailmentJudge],
+    unclear: str,
 ) -> dict[str, Any]:
     """The arrays of a question: itself, the answers, whether one is right, and which mean the same.
 
@@ -237,8 +239,21 @@ def _judged(
     for tokens, length, ended in zip(found.tokens, found.lengths, found.finished, strict=True):
         said = tokens[: length - 1] if ended else tokens[:length]
         texts.append(files.tokenizer.decode(said, skip_special_tokens=True).strip())
-    right, entailment = judges
-    labels = entailment.judge_pairs(question.question, texts[1:])
+    judge, entailment = judges
+    doubts, right = 0, False
+    try:
+        right = judge.judge(question.question, texts[0], question.answers)
+    except UnclearReply:
+        if unclear == "stop":
+            raise
+        doubts += 1
+    try:
+        labels = entailment.judge_pairs(question.question, texts[1:])
+    except UnclearReply:
+        if unclear == "stop":
+            raise
+        doubts += 1
+        labels = EqualityEntailment().judge_pairs(question.question, texts[1:])
     return {
         "question": json.dumps(dataclasses.asdict(question)),
         "log_probs": found.log_probs,
@@ -246,7 +261,8 @@ def _judged(
         "finished": found.finished,
         "texts": np.array(texts),
         "beam_nll": found.beam_nll,
-        "right": right.judge(question.question, texts[0], question.answers),
+        "right": right,
+        "doubts": doubts,
         "clusters": gnll.cluster_by_entailment(labels),
     }
 

@@ -197,6 +197,11 @@ def _notes(config: PretrainedConfig, own: Mapping[str, np.ndarray], found: _Foun
             f"off at max_new_tokens={config.max_new_tokens}; their probability is that of a "
             "beginning."
         )
+    if doubts := int(own["doubts"].sum()):
+        notes.append(
+            f"{doubts} times the judge gave no answer: what it was asked counts as wrong, or its "
+            "meanings as those of equal text (judge.unclear=wrong)."
+        )
     return notes
 
 
