@@ -121,7 +121,7 @@ def test_the_command_line_finds_the_study_by_its_model(folder, asked, tmp_path, 
     assert command_line.main([*words, f"run_dir={tmp_path / 'run'}"]) == 0
     out = capsys.readouterr().out
     assert "gnll: model" in out
-    assert "gnll.model.auroc.beam_nll" in out
+    assert "gnll.model.beam_nll" in out
     assert "measures.csv" in out
 
 

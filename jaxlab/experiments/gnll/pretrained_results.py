@@ -170,7 +170,7 @@ def _findings(config: PretrainedConfig, found: _Found, boots: BootstrapAuroc) ->
             statement += f"; G-NLL's less this: {gap:z.3f} [{low:z.3f}, {high:z.3f}]"
         claims.append(
             claim_from_bootstrap(
-                f"gnll.model.auroc.{name}",
+                f"gnll.model.{name}",
                 boots.samples[index],
                 float(boots.auroc[index]),
                 bound=None,
