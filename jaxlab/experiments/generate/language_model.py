@@ -42,6 +42,7 @@ __all__ = [
     "LanguageModel",
     "ModelFiles",
     "Request",
+    "check_context",
     "load_language_model",
     "open_model_files",
     "prepare",
@@ -142,7 +143,7 @@ def prepare(files: ModelFiles, prompt: str, settings: TextSettings) -> Request:
     if not len(ids):
         raise UserError("prompt", prompt, "is empty; allowed: some text")
     if files.context is not None:
-        _check_context(len(ids), settings.max_new_tokens, files.context)
+        check_context(len(ids), settings.max_new_tokens, files.context)
     return Request(tuple(ids.tolist()), stops)
 
 
@@ -159,7 +160,12 @@ def _turns(tokenizer: PretrainedTokenizer, prompt: str, system: str | None) -> n
         raise UserError("prompt", "(in a chat)", f"{error.value} {error.allowed}") from None
 
 
-def _check_context(length: int, max_new_tokens: int, context: int) -> None:
+def check_context(length: int, max_new_tokens: int, context: int) -> None:
+    """Whether a prompt and what follows fit into a model's context; all in tokens.
+
+    Raises:
+      UserError: they do not; the message says what would.
+    """
     if length >= context:
         problem = f"the model's context is {context}; allowed: a shorter prompt"
         raise UserError("prompt", f"({length} tokens)", problem)

@@ -6,7 +6,6 @@ A question's prompt is read once; the greedy answer and all samples follow from 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import hashlib
 import json
 import math
@@ -36,6 +35,7 @@ from jaxlab.experiments import machine
 from jaxlab.experiments.generate.language_model import (
     LanguageModel,
     ModelFiles,
+    check_context,
     load_language_model,
     open_model_files,
 )
@@ -122,13 +122,8 @@ def build(config: PretrainedConfig) -> HostProgram:
         files.tokenizer.encode(few_shot_prompt(*shown), add_special_tokens=True) for shown in rounds
     ]
     longest = max(map(len, prompts))
-    if files.context is not None and longest + config.max_new_tokens > files.context:
-        raise UserError(
-            "max_new_tokens",
-            config.max_new_tokens,
-            f"must be at most {files.context - longest} after a prompt of {longest} tokens: the "
-            f"model's context is {files.context}",
-        )
+    if files.context is not None:
+        check_context(longest, config.max_new_tokens, files.context)
     width = _WIDTH_UNIT * -(-longest // _WIDTH_UNIT)
     _check_memory(config, files, width)
     said = [[q.question, q.answers] for shown in rounds for q in (shown.question, *shown.examples)]
@@ -141,8 +136,7 @@ def build(config: PretrainedConfig) -> HostProgram:
         def item(trial: int, seed: int, index: int) -> Mapping[str, Any]:
             del trial
             key = jax.random.fold_in(jax.random.key(seed), index)
-            tokens = np.asarray(prompts[index])
-            found = ask(model, tokens, key, config, stop_tokens=stops, width=width)
+            found = ask(model, prompts[index], key, config, stop_tokens=stops, width=width)
             return _judged(files, rounds[index].question, found, judges, config.judge.unclear)
 
         return item
@@ -269,29 +263,26 @@ def _judged(
 
 def _judges(config: JudgeConfig) -> tuple[Judge, EntailmentJudge]:
     """What decides whether an answer is right, and what whether two mean the same."""
-    cache = config.cache or str(cache_folder() / "judge" / "replies.jsonl")
+    local = ExactMatchJudge() if config.kind == "exact" else SquadF1Judge(config.f1_above)
+    if "openai" not in (config.kind, config.meanings):
+        return local, EqualityEntailment()
+    assert config.base_url is not None
+    assert config.model is not None
     options: Any = {
+        "base_url": config.base_url,
+        "model": config.model,
         "api_key_variable": config.api_key_variable,
         "timeout": config.timeout,
         "max_tokens": config.max_tokens,
-        "cache": cache,
+        "cache": config.cache or str(cache_folder() / "judge" / "replies.jsonl"),
         "offline": config.offline,
     }
-
-    @functools.cache
-    def address() -> tuple[str, str]:
-        assert config.base_url is not None
-        assert config.model is not None
-        return config.base_url, config.model
-
-    right: Judge = SquadF1Judge(config.f1_above)
-    if config.kind == "exact":
-        right = ExactMatchJudge()
-    elif config.kind == "openai":
-        right = OpenAICompatibleJudge(*address(), **options)
-    if config.meanings == "openai":
-        return right, OpenAICompatibleEntailment(*address(), **options)
-    return right, EqualityEntailment()
+    return (
+        OpenAICompatibleJudge(**options) if config.kind == "openai" else local,
+        OpenAICompatibleEntailment(**options)
+        if config.meanings == "openai"
+        else EqualityEntailment(),
+    )
 
 
 def line_ends(tokenizer: PretrainedTokenizer) -> tuple[int, ...]:
@@ -313,7 +304,8 @@ def _check_memory(config: PretrainedConfig, files: ModelFiles, width: int) -> No
     kind = jnp.dtype(config.dtype)
     model = decoder_from_config(source.config, dtype=kind, param_dtype=kind)
     block = decoder_block(model)
-    weights = kind.itemsize * sum(math.prod(source.shape(name)) for name in source.keys())  # noqa: SIM118
+    names = source.keys()
+    weights = kind.itemsize * sum(math.prod(source.shape(name)) for name in names)
     token = 2 * kind.itemsize * model.num_layers * block.num_kv_heads * block.head_dim
     # Caches while rows are copied, and the logits with what is computed of them.
     row = 2 * token * (width + config.max_new_tokens) + 4 * 4 * model.vocab_size
